@@ -1,0 +1,1 @@
+dflash_hf/configuration_dflash.py

@@ -1,0 +1,3 @@
+"""DFlash speculative decoding for Hugging Face `generate`."""
+
+__version__ = "0.1.0"
