@@ -31,7 +31,7 @@ def build_parser(subcommands: dict[str, ModuleType]) -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(
         prog="dflash-hf",
-        description="DFlash speculative decoding for Hugging Face Transformers: run, measure, train and publish drafts.",
+        description="DFlash speculative decoding for Hugging Face Transformers: run, measure, train, publish drafts.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(dest="subcommand", metavar="COMMAND", required=True)
