@@ -40,9 +40,16 @@ def build_parser(subcommands: dict[str, ModuleType]) -> argparse.ArgumentParser:
     return parser
 
 
-def load_subcommands(names: Sequence[str] = tuple(SUBCOMMANDS)) -> dict[str, ModuleType]:
-    """Import the modules of the named sub-commands, in the order of the help page."""
-    return {name: importlib.import_module(SUBCOMMANDS[name]) for name in names}
+def load_subcommands() -> dict[str, ModuleType]:
+    """Import the modules of all sub-commands, in the order of the help page."""
+    found = {}
+    for name, module in SUBCOMMANDS.items():
+        try:
+            found[name] = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if not module.startswith(error.name or "?"):
+                raise
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:

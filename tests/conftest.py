@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # read at import; tests fork and start processes
@@ -12,13 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from helpers import FAMILIES, tiny_draft, tiny_target
-
-ROOT = Path(__file__).resolve().parent.parent
-SHARED = ROOT.parent / "shared"
-SHARED_DRAFT = SHARED / "data" / "smollm2-dflash-b8"
-
-requires_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the test data in {SHARED}")
+from helpers import FAMILIES, SHARED_DRAFT, tiny_draft, tiny_target
 
 # `pytest --hypothesis-profile explore` draws new cases every time; the suite draws the same ones.
 settings.register_profile("suite", deadline=None, derandomize=True, print_blob=True)

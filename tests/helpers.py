@@ -6,12 +6,20 @@ Shapes: B batch, S context, V vocabulary, N new tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
+
+ROOT = Path(__file__).resolve().parent.parent
+# Test data beside the repository; continuous integration has it, a clone may not.
+SHARED = ROOT.parent / "shared"
+SHARED_DRAFT = SHARED / "data" / "smollm2-dflash-b8"
+requires_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the test data in {SHARED}")
 
 VOCABULARY = 64
 PAD = 0

@@ -25,10 +25,8 @@ class OracleDraft(Qwen3DFlashForDraft):
     and where, so wrong states, wrong positions or a wrong anchor are an error here, not a lower acceptance.
     """
 
-    def tell(
-        self, target: Any, rows: Sequence[torch.Tensor], depth: int | Sequence[int] | Callable[[int], int]
-    ) -> None:
-        """Take the truth: unpadded token ids per row, continued further than will be generated, and how much to say."""
+    def tell(self, target: Any, rows: Sequence[torch.Tensor], depth: Depth) -> None:
+        """Take the truth: unpadded token ids per row, continued further than will be generated, and what to say."""
         depths = [depth] if isinstance(depth, int) else depth
         self.depth_at = depths if callable(depths) else lambda position: depths[position % len(depths)]
         self.rows = [row.tolist() for row in rows]
