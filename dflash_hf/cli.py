@@ -13,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
+from dflash_hf import __version__, register
+
 SUBCOMMANDS = {
     "generate": "dflash_hf.evaluation.generate_command",
     "explain": "dflash_hf.evaluation.explain",
@@ -27,8 +29,6 @@ SUBCOMMANDS = {
 
 def build_parser(subcommands: dict[str, ModuleType]) -> argparse.ArgumentParser:
     """The whole parser; the chosen sub-command's name ends up in the attribute `subcommand`."""
-    from dflash_hf import __version__
-
     parser = argparse.ArgumentParser(
         prog="dflash-hf",
         description="DFlash speculative decoding for Hugging Face Transformers: run, measure, train, publish drafts.",
@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     subcommands = load_subcommands()
     args = build_parser(subcommands).parse_args(argv)
+    register()
     try:
         return subcommands[args.subcommand].run(args) or 0
     except KeyboardInterrupt:
