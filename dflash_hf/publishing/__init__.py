@@ -1,0 +1,1 @@
+"""Publishing a draft: stage a Hub repository, check it as a stranger would, upload it in one commit."""
