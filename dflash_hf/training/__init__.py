@@ -1,0 +1,1 @@
+"""Training a draft: data, masks, loss, trainer."""
