@@ -50,9 +50,6 @@ def register() -> None:
 
 # The command line answers `--help` before torch is loaded; it registers when it runs a command.
 if Path(next(iter(sys.argv), "")).stem != "dflash-hf":
-    try:
-        register()
-    except ModuleNotFoundError:  # TEMPORARY: until generation/ is complete
-        pass
+    register()
 
 __all__ = ["DFlashCandidateGenerator", "DFlashConfig", "Qwen3DFlashForDraft", "load_draft", "register"]

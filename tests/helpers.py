@@ -97,7 +97,7 @@ def scramble(model: nn.Module, seed: int, gain: float = 1.5) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
             if isinstance(module, nn.Embedding):
-                parameter.copy_(noise)
+                parameter.copy_(noise / getattr(module, "scalar_embed_scale", 1.0))  # else Gemma's hides the layers
             elif parameter.dim() >= 2 and "bias" not in name:
                 fan_in = parameter.shape[0] if type(module).__name__ == "Conv1D" else parameter.shape[-1]
                 parameter.copy_(noise * gain / fan_in**0.5)
