@@ -4,9 +4,10 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from hub_server import HubServer
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+from hub_server import HubServer
 
 FILES = {"config.json": b'{"a": 1}', "model.safetensors": bytes(range(256)) * 400, "code.py": b"x = 1\n"}
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from hub_server import HubServer
 from huggingface_hub import HfApi
 
 from dflash_hf.publishing.card import MARK
 from dflash_hf.publishing.stage import Stage, read_stage
 from dflash_hf.publishing.upload import UploadError, publish
+from hub_server import HubServer
 
 REPO = "org/draft"
 WEIGHTS = bytes(range(256)) * 1000
@@ -121,7 +121,7 @@ def test_pull_request_by_someone_who_may_only_read_leaves_main_alone(hub, stage)
 
 
 def test_pull_request_against_another_branch_is_refused_before_anything_is_sent(hub, stage):
-    with pytest.raises(ValueError, match="--create-pr .* --revision v2"):
+    with pytest.raises(ValueError, match=r"--create-pr .* --revision v2"):
         publish(stage, REPO, create_pr=True, revision="v2", api=client(hub))
     assert hub.requests == []
 

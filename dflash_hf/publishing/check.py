@@ -1,7 +1,8 @@
 """The check before an upload: does the staged repository work for someone who has only Transformers and torch?
 
 First the files are read (`lint_stage`); then a clean subprocess loads them by remote code, offline, without this
-package, and runs one block, whose result and weights are compared with the source draft's (`stranger.py` is that subprocess).
+package, and runs one block, whose result and weights are compared with the source draft's (`stranger.py` is that
+subprocess).
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The record is a JSON object with `rows`, each of them a measured pair of `task` and `method` with any of
 `tokens_per_second`, `speedup`, `acceptance_length`, `acceptance_histogram` (how often a round committed 1, 2, ...
-tokens) and `samples`; and with `hardware`, `versions`, `date`, `commit` and `dtype`, without which figures mean nothing.
+tokens) and `samples`; and with `hardware`, `versions`, `date`, `commit` and `dtype`, without which figures mean
+nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ COLUMNS = {
     "acceptance_length": ("acceptance length", "{:.2f}"),
     "samples": ("prompts", "{:d}"),
 }
-NOT_MEASURED = "–"
+NOT_MEASURED = "-"
 
 
 @dataclass

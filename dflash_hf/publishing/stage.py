@@ -1,7 +1,8 @@
 """Staging: the folder that a Hub repository will be, byte for byte the same each time it is made from the same draft.
 
 It holds what `draft.save_pretrained` writes (weights, config with `auto_map`, flat code, generation config), the
-licence, the records the card was made from, the card and its plots. It is built aside and renamed, so it is complete or absent.
+licence, the records the card was made from, the card and its plots. It is built aside and renamed, so it is complete
+or absent.
 """
 
 from __future__ import annotations

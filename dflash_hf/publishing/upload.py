@@ -1,6 +1,6 @@
 """The upload: one commit through the Hub's own client, or nothing; run again, it goes on where it was.
 
-Large files travel first and are kept by the Hub under their checksums, so that a second run sends only what is missing.
+Large files travel first and the Hub keeps them under their checksums, so a second run sends only what is missing.
 The commit names the state it was prepared against: if somebody else commits in between, the Hub refuses it.
 """
 
@@ -123,7 +123,8 @@ def prepare_repository(api: Any, repo_id: str, private: bool, branch: str, user:
             info = api.model_info(repo_id)
         if private and info.private is False:
             raise UploadError(
-                f"{repo_id} exists and is public, but --private was asked for; change it in its settings or choose another name."
+                f"{repo_id} exists and is public, but --private was asked for; "
+                "change it in its settings or choose another name."
             )
         if branch != "main":
             api.create_branch(repo_id, branch=branch, exist_ok=True)
@@ -156,7 +157,8 @@ def refuse_other_models(api: Any, repo_id: str, oid: str, files: tuple[str, ...]
             kind = None
         if kind != "dflash":
             raise UploadError(
-                f"The name {repo_id} is taken: its config.json has model_type {kind!r}, not 'dflash'; choose another --repo-id."
+                f"The name {repo_id} is taken: its config.json has model_type {kind!r}, not 'dflash'; "
+                "choose another --repo-id."
             )
     elif weights := [name for name in files if any(fnmatch.fnmatch(name, pattern) for pattern in WEIGHTS)]:
         raise UploadError(
@@ -171,7 +173,7 @@ def read_text(api: Any, repo_id: str, oid: str, name: str) -> str:
 
 
 def make_operations(stage: Stage, remote: Remote) -> Iterator[Any]:
-    """Additions of every staged file, the card merged with the present one; deletions of what no draft should carry."""
+    """Additions of every staged file, the card merged with the present one; deletions of what is stale."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     staged = {file.path for file in stage.files}
@@ -223,18 +225,22 @@ def explain(error: BaseException, repo_id: str, doing: str) -> str | None:
             return None
         return f"The connection to the Hub failed while {doing} ({reason}); {after}, run this again to go on."
     status = response.status_code
+    again = f"{after}, run this again to go on."
     if status in (402, 403, 413, 507) and any(word in reason.lower() for word in QUOTA_WORDS):
-        return f"The storage quota does not allow this upload to {repo_id} ({reason}); {after}, free space or choose another --repo-id."
+        elsewhere = "free space or choose another --repo-id."
+        return f"The storage quota does not allow this upload to {repo_id} ({reason}); {after}, {elsewhere}"
     if status == 401:
-        return f"The Hub refused the token ({reason}): it is invalid or has expired; {after}, make one that may write at {TOKENS_URL}."
+        return f"The Hub refused the token ({reason}); {after}, make one that is valid and may write at {TOKENS_URL}."
     if status == 403:
-        return f"This token may not write to {repo_id} ({reason}); {after}, ask for write access or choose another --repo-id."
+        advice = "ask for write access or choose another --repo-id."
+        return f"This token may not write to {repo_id} ({reason}); {after}, {advice}"
     if status in (409, 412):
-        return f"Somebody else changed {repo_id} in the meantime ({reason}); {after}, run this again to build on the new state."
+        return f"Somebody else changed {repo_id} in the meantime ({reason}); {again}"
     if status == 429:
         wait = response.headers.get("Retry-After")
-        return f"The Hub limits the rate of requests ({reason}); {after}, wait {f'{wait} seconds' if wait else 'a while'} and run this again to go on."
-    return f"The Hub answered {status} while {doing} ({reason}); {after}, run this again to go on."
+        pause = f"wait {wait} seconds" if wait else "wait a while"
+        return f"The Hub limits the rate of requests ({reason}); {after}, {pause} and run this again to go on."
+    return f"The Hub answered {status} while {doing} ({reason}); {again}"
 
 
 def _root(error: BaseException) -> BaseException:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Stage a draft as a Hub repository, check it as a stranger would, and upload it in one commit.
 
-The staged folder holds the weights, the flat code, the config, a model card and the licence. Before anything is sent, a
-clean subprocess without this package loads it by remote code, offline, and its result is compared with the draft's."""
+The staged folder holds the weights, the flat code, the config, a model card and the licence. Before anything is sent,
+a clean subprocess without this package loads it by remote code, offline; its result must be the draft's own."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
