@@ -1,0 +1,150 @@
+"""The draft's side of a round: remember the target's states, fill a block, choose candidates.
+
+Shapes: B batch, N new context tokens, K block, P proposals, L taps, H hidden, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .processors import BlockProcessor, to_float32
+from .verification import sample
+
+
+class Drafter:
+    """A draft at work on one batch of sequences.
+
+    Args:
+        draft: The draft model.
+        target_embeddings: The target's input embedding module.
+        target_head: The target's language-model head.
+        context_length: Bound on the context that full layers keep; `None`: all of it.
+    """
+
+    def __init__(self, draft: Any, target_embeddings: Any, target_head: Any, context_length: int | None = None):
+        self.draft = draft
+        self.target_embeddings = target_embeddings
+        self.target_head = target_head
+        self.device, self.dtype = draft.device, draft.dtype
+        self.cache = draft.new_cache(context_length)
+        self.positions: list[int] = []  # absolute position of each row's next context token
+        self.pending: torch.Tensor | None = None  # taps the draft has not read yet, (B, N, L * H)
+        self.pending_lengths: list[int] = []
+        self.states_dtype: torch.dtype | None = None
+
+    def begin(self, batch_size: int, start: int) -> None:
+        """Start `batch_size` rows whose first context token is at position `start`."""
+        self.positions = [start] * batch_size
+        self.pending, self.pending_lengths = None, [0] * batch_size
+
+    def observe(self, taps: torch.Tensor, lengths: Sequence[int]) -> None:
+        """Take over the target's states (B, N, L * H) of newly accepted tokens, of which row b's first "
+        "`lengths[b]`."""
+        self.states_dtype = taps.dtype
+        taps = within_range(taps, self.dtype).to(self.device)
+        if self.pending is None:
+            self.pending, self.pending_lengths = taps, list(lengths)
+            return
+        joined = torch.cat([self.pending, taps], dim=1)
+        old = self.pending_lengths
+        if len(set(old)) > 1 or old[0] != self.pending.shape[1]:
+            joined = _close_gaps(joined, old, self.pending.shape[1])
+        self.pending_lengths = [a + b for a, b in zip(old, lengths, strict=True)]
+        self.pending = joined[:, : max(self.pending_lengths)]
+
+    def block_logits(self, anchors: torch.Tensor, num_slots: int) -> torch.Tensor:
+        """Draft the tokens behind the anchors (B, 1), in a block of `num_slots`; logits (B, num_slots - 1, V)."""
+        device = self.device
+        masks = anchors.new_full((anchors.shape[0], num_slots - 1), self.draft.config.mask_token_id)
+        embeds = self.draft.embed_block(torch.cat([anchors, masks], dim=1), self.target_embeddings)
+        lengths = self.pending_lengths
+        position_ids = self._position_ids(lengths, num_slots, device)
+        self.cache.begin_round(position_ids, lengths)
+        outputs = self.draft(
+            noise_embeds=embeds.to(device=device, dtype=self.dtype),
+            context_hidden_states=self.pending[:, : max(lengths)],
+            position_ids=position_ids,
+            cache=self.cache,
+        )
+        self.positions = [start + length for start, length in zip(self.positions, lengths, strict=True)]
+        self.pending = None
+        states = outputs.last_hidden_state.to(dtype=self.states_dtype, device=embeds.device)
+        return self.draft.compute_logits(states, self.target_head).to(anchors.device)
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Let the other rows leave."""
+        index = torch.tensor(rows, device=self.device)
+        self.cache.select_rows(index)
+        self.positions = [self.positions[row] for row in rows]
+        self.pending_lengths = [self.pending_lengths[row] for row in rows]
+        if self.pending is not None:
+            self.pending = self.pending[index]
+
+    def _position_ids(self, lengths: Sequence[int], num_slots: int, device: torch.device) -> torch.Tensor:
+        """Positions of each row's new context, then of its block right behind it: (B, N + K)."""
+        num_new = max(lengths)
+        if min(lengths) == num_new and len(set(self.positions)) == 1:
+            start = self.positions[0]
+            return torch.arange(start, start + num_new + num_slots, device=device).expand(len(lengths), -1)
+        start = torch.tensor(self.positions, device=device)[:, None]
+        context = start + torch.arange(num_new, device=device)
+        block = start + torch.tensor(lengths, device=device)[:, None] + torch.arange(num_slots, device=device)
+        return torch.cat([context, block], dim=1)
+
+
+def choose_candidates(
+    logits: torch.Tensor,
+    processor: BlockProcessor,
+    rows: Sequence[int],
+    prefixes: Sequence[torch.Tensor],
+    do_sample: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Candidates (B, P) and, when sampling, the distributions (B, P, V) they were drawn from.
+
+    The draft sees the processors the target will see, wherever they may be called on tokens that can still be refused.
+    """
+    if processor.is_empty or processor.is_stateful:
+        return _choose(logits, do_sample)
+    if processor.is_pointwise:
+        return _choose(
+            processor.block(rows, prefixes, logits.new_zeros(logits.shape[:2], dtype=torch.long), logits), do_sample
+        )
+    tokens: list[torch.Tensor] = []
+    probs: list[torch.Tensor] = []
+    for step in range(logits.shape[1]):
+        contexts = [torch.cat([prefixes[i], *[t[i : i + 1] for t in tokens]], dim=1) for i in range(len(rows))]
+        scores = torch.cat([processor.one(row, contexts[i], logits[i : i + 1, step]) for i, row in enumerate(rows)])
+        token, prob = _choose(scores[:, None], do_sample)
+        tokens.append(token)
+        probs.append(prob)
+    return torch.cat(tokens, dim=1), torch.cat(probs, dim=1) if do_sample else None
+
+
+def _choose(scores: torch.Tensor, do_sample: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if not do_sample:
+        return scores.argmax(dim=-1), None
+    probs = to_float32(scores).softmax(dim=-1)
+    return sample(probs), probs
+
+
+def within_range(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cast hidden states, which can exceed float16, without letting them become infinite."""
+    if states.dtype == dtype:
+        return states
+    if torch.finfo(dtype).max < torch.finfo(states.dtype).max and dtype == torch.float16:
+        limit = torch.finfo(dtype).max
+        states = states.clamp(-limit, limit)
+    return states.to(dtype)
+
+
+def _close_gaps(joined: torch.Tensor, lengths: Sequence[int], width: int) -> torch.Tensor:
+    """Move each row's columns from `width` on to right behind its first `lengths[b]`."""
+    column = torch.arange(joined.shape[1], device=joined.device)
+    gap = torch.tensor([width - length for length in lengths], device=joined.device)[:, None]
+    start = torch.tensor(lengths, device=joined.device)[:, None]
+    index = torch.where(column < start, column, (column + gap).clamp_max(joined.shape[1] - 1))
+    return joined.gather(1, index[..., None].expand_as(joined))
+
+
+__all__ = ["Drafter", "choose_candidates", "within_range"]

@@ -1,0 +1,68 @@
+"""The knobs of drafting, read from the generation configs and checked."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import GenerationConfig
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """How to draft.
+
+    Attributes:
+        num_proposals: Candidates put up for verification, at most.
+        confidence_threshold: A block ends behind the first candidate whose probability is lower; 0: never.
+        tree_budget: Nodes of the candidate tree; 0: a chain.
+        context_length: Context tokens the draft's full layers keep; `None`: all.
+    """
+
+    num_proposals: int
+    confidence_threshold: float
+    tree_budget: int | str
+    context_length: int | None
+
+    @classmethod
+    def read(cls, draft: Any, generation_config: Any) -> "DraftSettings":
+        """Take each knob from the `generate` call if it sets it, else from `draft.generation_config`.
+
+        `generate` fills in Transformers' defaults (20 tokens, confidence 0.4) before we see its config, so a knob that
+        has exactly that value there counts as not set.
+
+        Raises:
+            ValueError: If a knob is out of its range.
+        """
+        usual = GenerationConfig._get_default_generation_params()
+
+        def knob(name: str, default: Any) -> Any:
+            value = getattr(generation_config, name, None)
+            if value is None or value == usual.get(name):
+                value = getattr(draft.generation_config, name, None)
+            return default if value is None else value
+
+        most = draft.config.block_size - 1
+        settings = cls(
+            num_proposals=knob("num_assistant_tokens", most),
+            confidence_threshold=knob("assistant_confidence_threshold", 0.0),
+            tree_budget=knob("draft_tree_budget", 0),
+            context_length=knob("draft_context_length", None),
+        )
+        if not isinstance(settings.num_proposals, int) or not 0 <= settings.num_proposals <= most:
+            raise ValueError(
+                f"`num_assistant_tokens` is {settings.num_proposals} but the draft was trained with `block_size` "
+                f"{most + 1}, which proposes at most {most} tokens; set it between 0 and {most}."
+            )
+        if not 0.0 <= settings.confidence_threshold <= 1.0:
+            raise ValueError(
+                "`assistant_confidence_threshold` must be a probability from 0 to 1, got "
+                f"{settings.confidence_threshold}; 0 never cuts a block."
+            )
+        if settings.context_length is not None and settings.context_length < 1:
+            raise ValueError(
+                f"`draft_context_length` must be at least 1 token, got {settings.context_length}; leave it out to "
+                "keep the whole context."
+            )
+        return settings
+
+
+__all__ = ["DraftSettings"]

@@ -1,0 +1,198 @@
+"""The target's side of a round: prefill, verification, rollback, and the tapped hidden states.
+
+Everything model-specific goes through Transformers' own `prepare_inputs_for_generation` and `forward`; this file keeps
+what one-by-one decoding would have kept in `model_kwargs`: attention mask, positions, token types, the cache.
+
+Shapes: B batch, S cached tokens, W verified tokens (anchor and candidates), L taps, H hidden, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .compat import CACHE_KEY, get_cache, hidden_states_request, layer_outputs
+from .rollback import can_realign, realign
+
+
+class TargetRunner:
+    """A target, its cache, and the tokens that cache stands for.
+
+    Args:
+        target: The model whose `generate` was called.
+        target_layer_ids: Taps, 0-based layer outputs.
+        generation_config: As prepared by `generate`.
+        model_kwargs: As prepared by `generate`; not modified.
+        capture_all: Whether the caller of `generate` asked for all hidden states.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        target_layer_ids: Sequence[int],
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        capture_all: bool,
+    ):
+        self.target = target
+        self.target_layer_ids = list(target_layer_ids)
+        self.generation_config = generation_config
+        self.model_kwargs = dict(model_kwargs)
+        self.hidden_state_selection = True if capture_all else hidden_states_request(target_layer_ids)
+        self.cache = get_cache(self.model_kwargs)
+        self.attention_mask: torch.Tensor | None = self.model_kwargs.get("attention_mask")  # (B, S)
+        position_ids = self.model_kwargs.get("position_ids")
+        self.last_position = None if position_ids is None else position_ids[..., -1:]  # (B, 1) or (R, B, 1)
+        self.length = 0  # columns of the cache
+        self.padding: list[int] = []  # columns of left padding, per row
+
+    def prefill(self, input_ids: torch.Tensor) -> tuple[Any, torch.Tensor, list[int], int]:
+        """Run the prompt.
+
+        Returns:
+            The target's outputs; its taps (B, S, L * H), real tokens first in every row; the number of real tokens
+            per row; and the number of tokens that the cache held before.
+        """
+        past = self._cached_length()
+        chunks: list[torch.Tensor] = []
+        handle = self.target.register_forward_hook(lambda module, args, output: chunks.append(self.taps(output)))
+        try:
+            kwargs = {**self.model_kwargs, "output_hidden_states": self.hidden_state_selection}
+            outputs = self.target._prefill(input_ids, self.generation_config, kwargs)
+        finally:
+            handle.remove()
+        self.cache = get_cache(outputs)
+        if self.cache is None:
+            raise ValueError(
+                f"{type(self.target).__name__} returned no cache; drafting needs `use_cache=True` and a target that "
+                "keeps its keys and values in a Transformers cache."
+            )
+        self.cache.activate_past_recording()
+        taps = torch.cat(chunks, dim=1) if len(chunks) > 1 else chunks[0]
+        self.length = past + taps.shape[1]
+        return outputs, *self._unpad(taps), past
+
+    def verify(self, block_ids: torch.Tensor) -> Any:
+        """Run anchor and candidates (B, W) behind the cache; logits (B, W, V), taps through `taps`."""
+        batch_size, width = block_ids.shape
+        kwargs = {
+            key: value for key, value in self.model_kwargs.items() if key not in ("attention_mask", "position_ids")
+        }
+        kwargs[CACHE_KEY] = self.cache
+        kwargs["attention_mask"] = self._extended_mask(width)
+        if self.last_position is not None:
+            step = torch.arange(1, width + 1, device=self.last_position.device)
+            kwargs["position_ids"] = self.last_position + step
+        self._extend_token_types(kwargs, batch_size, width)
+        if "logits_to_keep" in kwargs:
+            kwargs["logits_to_keep"] = width
+        inputs = self.target.prepare_inputs_for_generation(block_ids, **kwargs)
+        inputs["output_hidden_states"] = self.hidden_state_selection
+        with self.target._optimize_model_for_decode():
+            outputs = self.target(**inputs, return_dict=True)
+        self.length += width
+        return outputs
+
+    def taps(self, outputs: Any) -> torch.Tensor:
+        """The tapped layer outputs of a forward, concatenated: (B, W, L * H)."""
+        return tapped_states(self.target, outputs, self.target_layer_ids)
+
+    def keep(self, counts: Sequence[int], width: int) -> None:
+        """Keep the first `counts[b]` of the `width` columns the last verification wrote, of every row."""
+        most = max(counts)
+        if min(counts) == most:
+            self.cache.crop(most - width)
+            self.length += most - width
+            if self.attention_mask is not None:
+                self.attention_mask = self._extended_mask(most)
+        else:
+            self._keep_ragged(counts, width)
+        if self.last_position is not None:
+            if min(counts) == most:
+                self.last_position = self.last_position + most
+            else:
+                added = torch.tensor(counts, device=self.last_position.device)[:, None]
+                self.last_position = self.last_position + added
+
+    def release(self) -> Any:
+        """The cache as it is handed back: it stands for all tokens but the last, and records its past no longer."""
+        for layer in self.cache.layers:
+            if getattr(layer, "record_past", False):
+                layer.record_past = False
+        return self.cache
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Let the other rows leave: they are neither verified nor stored from now on."""
+        index = torch.tensor(rows, device=self.target.device)
+        self.cache.reorder_cache(index)
+        if self.attention_mask is not None:
+            self.attention_mask = self.attention_mask[index.to(self.attention_mask.device)]
+        if self.last_position is not None:
+            self.last_position = self.last_position.index_select(-2, index.to(self.last_position.device))
+        self.padding = [self.padding[row] for row in rows]
+        spare = min(self.padding)
+        if spare and can_realign(self.cache):
+            self._realign([0] * len(rows), self.length - spare)
+
+    def _keep_ragged(self, counts: Sequence[int], width: int) -> None:
+        removed = [width - count for count in counts]
+        padding = [pad + max(counts) - count for pad, count in zip(self.padding, counts, strict=True)]
+        self.attention_mask = self._extended_mask(width, required=True)
+        spare = min(padding)
+        self.padding = padding
+        self._realign(removed, self.length - min(removed) - spare)
+
+    def _realign(self, removed: list[int], new_length: int) -> None:
+        """Move every row to the right edge of `new_length` columns, in the cache and in the mask."""
+        offset = torch.tensor(removed, device=self.target.device)
+        realign(self.cache, offset, new_length)
+        columns = self.attention_mask.shape[1]
+        device = self.attention_mask.device
+        index = torch.arange(columns - new_length, columns, device=device) - offset[:, None].to(device)
+        self.attention_mask = self.attention_mask.gather(1, index.clamp_min(0)) * (index >= 0)
+        spare = min(self.padding)
+        self.padding = [pad - spare for pad in self.padding]
+        self.length = new_length
+
+    def _extended_mask(self, width: int, required: bool = False) -> torch.Tensor | None:
+        """The mask (B, S + W) once `width` more tokens are there; `None` where nothing is masked."""
+        mask = self.attention_mask
+        if mask is None:
+            if not required:
+                return None
+            return torch.ones(len(self.padding), self.length, dtype=torch.long, device=self.target.device)
+        return torch.cat([mask, mask.new_ones(mask.shape[0], width)], dim=1)
+
+    def _extend_token_types(self, kwargs: dict[str, Any], batch_size: int, width: int) -> None:
+        """Candidates are text: token types repeat the last one, multimodal types are zero (as `generate` does)."""
+        for key in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
+            types = kwargs.get(key)
+            if types is not None:
+                last = types[:batch_size, -1:] if key == "token_type_ids" else types.new_zeros(batch_size, 1)
+                kwargs[key] = last.expand(-1, width)
+
+    def _cached_length(self) -> int:
+        return 0 if self.cache is None else int(self.cache.get_seq_length())
+
+    def _unpad(self, taps: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """Move every row's real tokens to the front; the draft's cache is aligned on the left."""
+        batch_size, num_tokens = taps.shape[:2]
+        self.padding = [0] * batch_size
+        if self.attention_mask is None:
+            return taps, [num_tokens] * batch_size
+        real = self.attention_mask.bool()  # (B, S)
+        self.padding = real.long().argmax(dim=1).tolist()
+        real = real[:, -num_tokens:]
+        order = (~real).to(torch.uint8).argsort(dim=1, stable=True).to(taps.device)
+        lengths = real.sum(dim=1).tolist()
+        return taps.gather(1, order[..., None].expand_as(taps)), lengths
+
+
+def tapped_states(target: Any, outputs: Any, layer_ids: Sequence[int]) -> torch.Tensor:
+    """Concatenate the tapped layer outputs, (B, S, L * H), wherever the target's layers live."""
+    num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
+    states = layer_outputs(outputs.hidden_states, layer_ids, num_layers)
+    return torch.cat([state.to(states[0].device) for state in states], dim=-1)
+
+
+__all__ = ["TargetRunner", "tapped_states"]

@@ -1,0 +1,371 @@
+"""Qwen3DFlashForDraft: a small bidirectional model that fills a block of tokens in one forward (arXiv 2602.06036).
+
+What DFlash changes in a Qwen3 decoder, and all that is written here by hand:
+
+* fusion: `C = hidden_norm(fc([H^l1; ...; H^lL]))`, the target's tapped layer outputs as one context (section 3.2);
+* KV injection: in every layer, queries come from the block, keys and values from `[C; block]`, through the same
+  projections; C is the same tensor at every layer and has no output of its own;
+* positions: keys are rotated at all their positions, queries at the last K of them;
+* visibility: full layers see everything, sliding layers their window; see `visible_keys`.
+
+The token embedding and the language-model head are the target's, passed in by the caller.
+
+Shapes: B batch, S context, K block, H hidden, V vocabulary, L taps, N heads, D head size, T keys in view.
+"""
+
+from contextlib import suppress
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3Attention,
+    Qwen3MLP,
+    Qwen3PreTrainedModel,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    eager_attention_forward,
+    rotate_half,
+)
+
+from .configuration_dflash import DFlashConfig
+from .generation import AUTO_MAP, CACHE_KEY, DraftCache, DraftProtocol, install_hook, save_code
+
+
+def apply_rotary_pos_emb(
+    queries: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate keys (B, N, S + K, D) at all positions and queries (B, N, K, D) at the last K of them.
+
+    The block sits behind the context, so its first query is at position S, not 0. Rotated at 0..K-1, a query would
+    take the keys of the prompt for its neighbours; nothing would fail, acceptance would only fall.
+    """
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, 1, S + K, D)
+    block_size = queries.shape[-2]
+    query_cos, query_sin = cos[..., -block_size:, :], sin[..., -block_size:, :]
+    return queries * query_cos + rotate_half(queries) * query_sin, keys * cos + rotate_half(keys) * sin
+
+
+def visible_keys(
+    query_positions: torch.Tensor, key_positions: torch.Tensor, window: int | None, is_causal: bool
+) -> torch.Tensor | None:
+    """Which keys a block's queries may see, (..., K, T) booleans, from positions (..., K) and (..., T); `None`: all.
+
+    A window of w shows keys at a distance below w, on both sides unless causal; causal hides later positions.
+    """
+    if window is None and not is_causal:
+        return None
+    distance = query_positions[..., :, None] - key_positions[..., None, :]
+    if is_causal:
+        visible = distance >= 0
+        return visible if window is None else visible & (distance < window)
+    return distance.abs() < window
+
+
+def to_attention_mask(visible: torch.Tensor | None, implementation: str | None, dtype: torch.dtype) -> Any:
+    """Turn visibility (B, K, T) into what an attention implementation takes: booleans, floats or a `BlockMask`."""
+    if visible is None:
+        return None
+    if implementation == "flex_attention":
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        batch_size, query_length, key_length = visible.shape
+        return create_block_mask(
+            lambda b, h, q, k: visible[b, q, k], batch_size, None, query_length, key_length, device=visible.device
+        )
+    visible = visible[:, None]  # (B, 1, K, T)
+    if implementation == "sdpa":
+        return visible
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
+        ~visible, torch.finfo(dtype).min
+    )
+
+
+class Qwen3DFlashAttention(Qwen3Attention):
+    """Attention of the block over `[context; block]` (paper, section 3.2, "KV injection")."""
+
+    def __init__(self, config: DFlashConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.is_causal = config.layer_is_causal(layer_idx)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        context: torch.Tensor | None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: Any = None,
+        cache: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend from the block (B, K, H) to the cached context, the new context (B, S, H) and the block itself."""
+        batch_size, block_size = hidden_states.shape[:-1]
+        sources = hidden_states if context is None else torch.cat([context, hidden_states], dim=1)  # (B, S + K, H)
+        heads = (batch_size, -1, self.head_dim)
+        queries = self.q_norm(self.q_proj(hidden_states).view(batch_size, block_size, *heads[1:])).transpose(1, 2)
+        keys = self.k_norm(self.k_proj(sources).view(*sources.shape[:2], *heads[1:])).transpose(1, 2)
+        values = self.v_proj(sources).view(*sources.shape[:2], *heads[1:]).transpose(1, 2)
+        queries, keys = apply_rotary_pos_emb(queries, keys, *position_embeddings)
+        if cache is not None:
+            keys, values = cache.update(keys, values, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, weights = attend(
+            self,
+            queries,
+            keys,
+            values,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        return self.o_proj(output.reshape(batch_size, block_size, -1)), weights
+
+
+class Qwen3DFlashDecoderLayer(GradientCheckpointingLayer):
+    """A Qwen3 decoder layer whose attention also reads the target's context."""
+
+    def __init__(self, config: DFlashConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = Qwen3DFlashAttention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self, hidden_states: torch.Tensor, context: torch.Tensor | None, **attention_kwargs: Any
+    ) -> torch.Tensor:
+        """(B, K, H) to (B, K, H). The context (B, S, H) enters unnormed: `hidden_norm` has been applied to it."""
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), context, **attention_kwargs)
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class Qwen3DFlashForDraft(DraftProtocol, Qwen3PreTrainedModel):
+    """A DFlash draft: reads tapped hidden states of a target, fills a block of masked positions in one forward.
+
+    Pass it to the target: `target.generate(**inputs, assistant_model=draft)`. Drafting is steered by
+    `draft.generation_config`: `num_assistant_tokens`, `assistant_confidence_threshold`, `draft_tree_budget`.
+
+    Raises:
+        ValueError: If the config lacks `mask_token_id` or `target_layer_ids`.
+    """
+
+    config_class = DFlashConfig
+    base_model_prefix = "draft"
+    main_input_name = "noise_embeds"
+    _no_split_modules: ClassVar[list[str]] = ["Qwen3DFlashDecoderLayer"]
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__(config)
+        for field in ("mask_token_id", "target_layer_ids"):
+            if getattr(config, field) is None:
+                raise ValueError(
+                    f"`{field}` is missing from the draft's config (got null); a draft cannot run without it, add "
+                    "the value it was trained with."
+                )
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(Qwen3DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.generation_config = default_generation_config(config)
+        self.post_init()
+
+    def fuse(self, target_states: torch.Tensor) -> torch.Tensor:
+        """The context C of all layers, (B, S, H), from the concatenated taps (B, S, L * H): `hidden_norm(fc(.))`."""
+        return self.hidden_norm(self.fc(target_states))
+
+    def forward(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | dict[str, Any] | None = None,
+        cache: Any = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Denoise one block per row (paper, section 3.2).
+
+        Args:
+            noise_embeds: Embeddings of `[anchor, MASK, ..., MASK]`, (B, K, H).
+            context_hidden_states: Concatenated taps of the positions new since the last call, (B, S, L * H).
+            position_ids: Absolute positions of new context and block, (B, S + K). Default: they follow the cache.
+            attention_mask: 1 for real, 0 for padded keys, (B, cached + S + K); or ready masks by layer type.
+            cache: A `DraftCache`, or any Transformers cache that records its past.
+
+        Returns:
+            `last_hidden_state` (B, K, H), normed: ready for `compute_logits`.
+        """
+        num_new = 0 if context_hidden_states is None else context_hidden_states.shape[1]
+        if position_ids is None:
+            start = cache.get_seq_length() if cache is not None else 0
+            end = start + num_new + noise_embeds.shape[1]
+            position_ids = torch.arange(start, end, device=noise_embeds.device)[None]
+        context = None if context_hidden_states is None else self.fuse(context_hidden_states)
+        if isinstance(attention_mask, dict):
+            masks = attention_mask
+        else:
+            masks = self._attention_masks(noise_embeds, num_new, position_ids, attention_mask, cache)
+        position_embeddings = self.rotary_emb(noise_embeds, position_ids)  # cos, sin (B, S + K, D)
+        hidden_states = noise_embeds
+        for layer_idx, layer in enumerate(self.layers):
+            hidden_states = layer(
+                hidden_states,
+                context,
+                position_embeddings=position_embeddings,
+                attention_mask=masks[self.config.layer_types[layer_idx]],
+                cache=cache,
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_KEY: cache})
+
+    def _attention_masks(
+        self,
+        noise_embeds: torch.Tensor,
+        num_new: int,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        cache: Any,
+    ) -> dict[str, Any]:
+        """One mask per layer type, `None` where a layer sees every key."""
+        block_size = noise_embeds.shape[1]
+        masks = {}
+        for layer_type in dict.fromkeys(self.config.layer_types):
+            layer_idx = self.config.layer_types.index(layer_type)
+            window = self.config.sliding_window if layer_type == "sliding_attention" else None
+            if isinstance(cache, DraftCache):
+                key_positions, valid = cache.key_layout(layer_idx)
+                query_positions = position_ids[:, -block_size:]
+            else:
+                past = cache.get_seq_length(layer_idx) if cache is not None else 0
+                if window is not None and cache is not None:
+                    past = min(past, window - 1)
+                key_positions = torch.arange(past + num_new + block_size, device=noise_embeds.device)[None]
+                query_positions = key_positions[:, -block_size:]
+                valid = None if attention_mask is None else attention_mask[:, -key_positions.shape[1] :].bool()
+            if window is not None and key_positions.shape[1] <= window:
+                window = None  # every key is within reach
+            visible = visible_keys(query_positions, key_positions, window, self.config.layer_is_causal(layer_idx))
+            if valid is not None:
+                visible = valid[:, None, :] if visible is None else visible & valid[:, None, :]
+                visible = visible.expand(-1, block_size, -1)
+            masks[layer_type] = to_attention_mask(visible, self.config._attn_implementation, noise_embeds.dtype)
+        return masks
+
+    def new_cache(self, context_length: int | None = None) -> DraftCache:
+        """An empty cache. Sliding layers keep their window; `context_length` bounds the full layers, too."""
+        window = self.config.sliding_window
+        keeps = [window - 1 if kind == "sliding_attention" else None for kind in self.config.layer_types]
+        if context_length is not None:
+            keeps = [context_length if keep is None else min(keep, context_length) for keep in keeps]
+        return DraftCache(keeps)
+
+    def embed_block(self, token_ids: torch.Tensor, target_embeddings: nn.Module) -> torch.Tensor:
+        """Embed blocks of tokens (B, K) with the target's embedding module, (B, K, H).
+
+        The module is called, its weight never read, so quantised and offloaded embeddings work. What the module adds
+        to its table is undone where the draft was trained on the bare table: a norm always, a scale where
+        `input_embedding_scale` is set.
+        """
+        embed_norm = getattr(target_embeddings, "embed_norm", None)
+        if embed_norm is None:
+            embeds = target_embeddings(token_ids)
+        else:
+            target_embeddings.embed_norm = nn.Identity()
+            try:
+                embeds = target_embeddings(token_ids)
+            finally:
+                target_embeddings.embed_norm = embed_norm
+        if self.config.input_embedding_scale is None:
+            return embeds
+        return embeds * (self.config.input_embedding_scale / getattr(target_embeddings, "embed_scale", 1.0))
+
+    def compute_logits(self, last_hidden_state: torch.Tensor, target_head: nn.Module) -> torch.Tensor:
+        """Logits of the proposals, (B, K - 1, V), from the block's states (B, K, H): the anchor's slot predicts "
+        "nothing."""
+        logits = target_head(last_hidden_state[:, 1:])
+        if self.config.output_multiplier != 1.0:
+            logits = logits * self.config.output_multiplier
+        cap = self.config.final_logit_softcapping
+        return logits if not cap else cap * torch.tanh(logits / cap)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a draft; see [`~transformers.PreTrainedModel.from_pretrained`].
+
+        Raises:
+            ValueError: If tensors are missing, left over, or of another shape than the config says. Transformers would
+                warn and fill in random weights; the draft would load, and accept nothing.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        draft, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        check_loaded(info, pretrained_model_name_or_path)
+        hub_names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+        with suppress(OSError):  # the file is optional; the defaults are those of the config
+            draft.generation_config = GenerationConfig.from_pretrained(
+                pretrained_model_name_or_path, **{name: kwargs[name] for name in hub_names if name in kwargs}
+            )
+        return (draft, info) if wants_info else draft
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Write a complete repository: weights, config with `auto_map`, generation config, and the code, flat."""
+        self.config.auto_map = dict(AUTO_MAP)
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if kwargs.get("is_main_process", True):
+            self.config.auto_map = dict(AUTO_MAP)
+            self.config.save_pretrained(save_directory)
+            self.generation_config.save_pretrained(save_directory)
+            save_code(save_directory)
+
+    def generate(self, *args: Any, **kwargs: Any) -> None:
+        """A draft cannot generate alone.
+
+        Raises:
+            ValueError: Always; it says how to use the draft.
+        """
+        raise ValueError(
+            "A DFlash draft cannot generate alone: load its target and call `target.generate(**inputs, "
+            "assistant_model=draft)`."
+        )
+
+
+def check_loaded(info: dict[str, Any], source: Any) -> None:
+    """Refuse weights that do not fit the config exactly.
+
+    Raises:
+        ValueError: Naming the first tensors that are missing, unexpected or of the wrong shape.
+    """
+    for kind, problem in (
+        ("missing_keys", "are missing"),
+        ("unexpected_keys", "have no place in a draft of this config"),
+        ("mismatched_keys", "have another shape than the config says"),
+    ):
+        names = sorted(str(name) for name in info.get(kind) or ())
+        if names:
+            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            raise ValueError(
+                f"The weights in {source} do not fit their config: {shown} {problem}; download the draft again, or "
+                "convert it with `dflash-hf convert` if it was published for another engine."
+            )
+
+
+def default_generation_config(config: DFlashConfig) -> GenerationConfig:
+    """The knobs of drafting: propose the whole block, never cut it, and verify one chain."""
+    generation_config = GenerationConfig(
+        num_assistant_tokens=config.block_size - 1,
+        num_assistant_tokens_schedule="constant",
+        assistant_confidence_threshold=0.0,
+    )
+    generation_config.draft_tree_budget = 0
+    generation_config.draft_context_length = None
+    return generation_config
+
+
+install_hook()
+
+__all__ = ["Qwen3DFlashForDraft"]
