@@ -225,8 +225,8 @@ def wheel(tmp_path_factory) -> Path:
 @pytest.mark.slow
 def test_wheel_holds_the_package_once_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    expected = {str(path.relative_to(ROOT)) for path in MODULES} | {"dflash_hf/py.typed"}
-    assert expected <= set(names)
+    files = [path for path in (ROOT / "dflash_hf").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert {str(path.relative_to(ROOT)) for path in files} <= set(names)
     assert len(names) == len(set(names))
     assert {name.split("/")[0] for name in names} == {"dflash_hf", f"dflash_hf-{dflash_hf.__version__}.dist-info"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
