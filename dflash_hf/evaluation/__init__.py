@@ -1,0 +1,1 @@
+"""What drafts are judged by: generating, explaining, measuring. Every command-line module here is light to import."""
