@@ -19,6 +19,28 @@ NESTED_NAMES = {
     "final_logit_softcapping": "final_logit_softcapping",
 }
 
+# Parts that only some published drafts have, and what their fields are when a draft has none of them.
+OPTIONAL_PARTS: dict[str, Any] = {
+    "draft_vocab_size": None,
+    "own_embedding": False,
+    "own_head": False,
+    "own_mask_embedding": False,
+    "slots_predict_next": False,
+    "window_from_anchor": False,
+    "attention_sinks": False,
+    "attention_value_scale": None,
+    "tap_norms": False,
+    "conv_kernel_size": None,
+    "conv_group_size": None,
+    "selector_rank": None,
+    "selector_top_k": None,
+    "markov_rank": 0,
+    "markov_head_type": "vanilla",
+    "confidence_head": False,
+    "confidence_head_with_markov": False,
+}
+MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
+
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:
     """The paper's taps: `num_taps` layers, evenly spaced from the second layer to the third from the end (section 3).
@@ -37,7 +59,8 @@ class DFlashConfig(Qwen3Config):
     Args:
         block_size: Number of tokens the draft was trained to fill in one forward, the anchor included (K).
         mask_token_id: Token of the target's vocabulary that stands for "to be filled" in a block.
-        target_layer_ids: Taps. Target layers whose outputs the draft reads, 0-based: id `i` is `hidden_states[i + 1]`.
+        target_layer_ids: Taps. Target layers whose outputs the draft reads, 0-based: id `i` is `hidden_states[i + 1]`,
+            and -1 is the target's embedding output.
             Default: the paper's choice for `num_target_layers`, as many taps as draft layers.
         num_target_layers: Number of layers of the target, where known.
         is_causal: Whether a block's queries see only keys at or before their own position. `None`: sliding layers are
@@ -46,8 +69,23 @@ class DFlashConfig(Qwen3Config):
             embedding module does (Gemma's multiplies by the root of the hidden size).
         output_multiplier: Factor on the draft's logits.
         final_logit_softcapping: Cap `c` of `c * tanh(logits / c)`, as in the target's own forward. `None`: no cap.
-        draft_vocab_size: Rows of the draft's own head, where it has one. `None`: the target's vocabulary.
         dflash_config: The nested dialect of the same fields. Both dialects may be present if they agree.
+        own_embedding: The draft embeds its blocks with a table of its own, not with the target's.
+        own_head: The draft's logits come from a head of its own, not from the target's.
+        draft_vocab_size: Rows of that head where it covers a part of the vocabulary only. `None`: all of it.
+        own_mask_embedding: A vector of the draft's own stands for the mask token.
+        slots_predict_next: Every slot predicts the token after its own, so the anchor's slot proposes, too: K
+            proposals from K slots. False: every slot but the anchor's predicts its own token, K - 1 proposals.
+        window_from_anchor: Sliding layers measure the distance of context from the anchor, not from each query.
+        attention_sinks: Every attention head has a learned logit that takes weight and gives no value.
+        attention_value_scale: Factor on the attention's values. `None`: 1.
+        tap_norms: Every tap has an RMSNorm of its own before the fusion.
+        conv_kernel_size, conv_group_size: DFlash 2's convolutions around every sublayer: kernel taps, and channels
+            that share a dynamic kernel. `None`: none.
+        selector_rank, selector_top_k: DFlash 2's candidate selector: rank, and candidates of a slot. `None`: none.
+        markov_rank, markov_head_type: DSpark's Markov head: rank (0: none) and `vanilla`, `gated` or `rnn`.
+        confidence_head, confidence_head_with_markov: DSpark's confidence head, and whether it reads the Markov head's
+            embedding of the token before, too.
         kwargs: Fields of [`~transformers.Qwen3Config`]. A sliding layer sees keys at a distance below
             `sliding_window`, on both sides where it is bidirectional.
 
@@ -67,7 +105,6 @@ class DFlashConfig(Qwen3Config):
         input_embedding_scale: float | None = None,
         output_multiplier: float | None = None,
         final_logit_softcapping: float | None = None,
-        draft_vocab_size: int | None = None,
         dflash_config: dict[str, Any] | None = None,
         **kwargs: Any,
     ):
@@ -80,8 +117,8 @@ class DFlashConfig(Qwen3Config):
             "input_embedding_scale": input_embedding_scale,
             "output_multiplier": output_multiplier,
             "final_logit_softcapping": final_logit_softcapping,
-            "draft_vocab_size": draft_vocab_size,
         }
+        parts = {name: kwargs.pop(name, unused) for name, unused in OPTIONAL_PARTS.items()}
         flat = merge_dialects(flat, dflash_config or {})
         if kwargs.get("sliding_window") is not None and "sliding_attention" in (kwargs.get("layer_types") or ()):
             kwargs["use_sliding_window"] = True
@@ -99,8 +136,10 @@ class DFlashConfig(Qwen3Config):
         self.input_embedding_scale = flat["input_embedding_scale"]
         self.output_multiplier = 1.0 if flat["output_multiplier"] is None else flat["output_multiplier"]
         self.final_logit_softcapping = flat["final_logit_softcapping"]
-        self.draft_vocab_size = flat["draft_vocab_size"]
+        for name, value in parts.items():
+            setattr(self, name, value)
         self._validate_draft_fields()
+        self._validate_optional_parts()
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "DFlashConfig":
@@ -112,6 +151,16 @@ class DFlashConfig(Qwen3Config):
                 "there; add the base the draft was trained with, since a guess would lower acceptance silently."
             )
         return super().from_dict(config_dict, **kwargs)
+
+    @property
+    def num_proposals(self) -> int:
+        """Tokens that one block proposes: K, or K - 1 where the anchor's slot predicts nothing."""
+        return self.block_size if self.slots_predict_next else self.block_size - 1
+
+    @property
+    def proposes_stepwise(self) -> bool:
+        """Whether a proposal depends on the ones before it in its block (a selector or a Markov head)."""
+        return self.selector_rank is not None or self.markov_rank > 0
 
     def layer_is_causal(self, layer_idx: int) -> bool:
         """Whether layer `layer_idx` hides keys after the query: `is_causal`, or by default in sliding layers only."""
@@ -149,11 +198,62 @@ class DFlashConfig(Qwen3Config):
                 "needs a window at least as long as the block."
             )
 
+    def _validate_optional_parts(self) -> None:
+        if self.draft_vocab_size is not None:
+            if not self.own_head:
+                raise ValueError(
+                    f"`draft_vocab_size` is {self.draft_vocab_size} but `own_head` is false; only a head of the "
+                    "draft's own can cover a part of the vocabulary."
+                )
+            if not _is_int(self.draft_vocab_size) or not 0 < self.draft_vocab_size < self.vocab_size:
+                raise ValueError(
+                    f"`draft_vocab_size` must be a part of `vocab_size` {self.vocab_size}, got "
+                    f"{self.draft_vocab_size!r}; null means the whole vocabulary."
+                )
+        if (self.conv_kernel_size is None) != (self.conv_group_size is None):
+            raise ValueError(
+                f"`conv_kernel_size` is {self.conv_kernel_size} and `conv_group_size` {self.conv_group_size}; a "
+                "convolution needs both."
+            )
+        if self.conv_group_size is not None and self.hidden_size % self.conv_group_size:
+            raise ValueError(
+                f"`conv_group_size` {self.conv_group_size} does not divide `hidden_size` {self.hidden_size}; every "
+                "group must have the same number of channels."
+            )
+        if (self.selector_rank is None) != (self.selector_top_k is None):
+            raise ValueError(
+                f"`selector_rank` is {self.selector_rank} and `selector_top_k` {self.selector_top_k}; a selector "
+                "needs both."
+            )
+        if self.selector_top_k is not None and self.draft_vocab_size is not None:
+            raise ValueError(
+                f"`selector_top_k` is {self.selector_top_k} and `draft_vocab_size` {self.draft_vocab_size}; a "
+                "selector needs a head of the whole vocabulary."
+            )
+        self._validate_sequential_heads()
+
+    def _validate_sequential_heads(self) -> None:
+        if not _is_int(self.markov_rank) or self.markov_rank < 0:
+            raise ValueError(f"`markov_rank` must be 0 (no Markov head) or more, got {self.markov_rank!r}.")
+        if self.markov_head_type not in MARKOV_HEAD_TYPES:
+            raise ValueError(
+                f"`markov_head_type` must be one of {', '.join(MARKOV_HEAD_TYPES)}, got {self.markov_head_type!r}."
+            )
+        if self.markov_rank and self.selector_rank is not None:
+            raise ValueError(
+                f"`markov_rank` is {self.markov_rank} and `selector_rank` {self.selector_rank}; a draft has one way "
+                "of choosing tokens one after the other, so set one of them to null or 0."
+            )
+        if self.confidence_head and self.confidence_head_with_markov and not self.markov_rank:
+            raise ValueError(
+                "`confidence_head_with_markov` is true but `markov_rank` is 0; without a Markov head it must be false."
+            )
+
     def _validate_taps(self) -> None:
         taps = self.target_layer_ids
         if taps is None:
             return
-        if not isinstance(taps, (list, tuple)) or not taps or not all(_is_int(tap) and tap >= 0 for tap in taps):
+        if not isinstance(taps, (list, tuple)) or not taps or not all(_is_int(tap) and tap >= -1 for tap in taps):
             raise ValueError(
                 f"`target_layer_ids` must be a non-empty list of layer numbers counted from 0, got {taps!r}."
             )

@@ -8,12 +8,13 @@ What DFlash changes in a Qwen3 decoder, and all that is written here by hand:
 * positions: keys are rotated at all their positions, queries at the last K of them;
 * visibility: full layers see everything, sliding layers their window; see `visible_keys`.
 
-The token embedding and the language-model head are the target's, passed in by the caller.
+The token embedding and the language-model head are the target's, passed in by the caller, unless the draft was
+published with its own. Parts that only some drafts have are in `modeling_dflash_heads`.
 
 Shapes: B batch, S context, K block, H hidden, V vocabulary, L taps, N heads, D head size, T keys in view.
 """
 
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -33,7 +34,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from .configuration_dflash import DFlashConfig
-from .generation import AUTO_MAP, CACHE_KEY, DraftCache, DraftProtocol, install_hook, save_code
+from .generation import CACHE_KEY, DraftCache, DraftProtocol, DraftRepository, install_hook
+from .modeling_dflash_heads import CandidateSelector, ConfidenceHead, GroupedDynamicCausalConv, MarkovHead
 
 
 def apply_rotary_pos_emb(
@@ -51,19 +53,25 @@ def apply_rotary_pos_emb(
 
 
 def visible_keys(
-    query_positions: torch.Tensor, key_positions: torch.Tensor, window: int | None, is_causal: bool
+    query_positions: torch.Tensor,
+    key_positions: torch.Tensor,
+    window: int | None,
+    is_causal: bool,
+    window_from_anchor: bool = False,
 ) -> torch.Tensor | None:
     """Which keys a block's queries may see, (..., K, T) booleans, from positions (..., K) and (..., T); `None`: all.
 
-    A window of w shows keys at a distance below w, on both sides unless causal; causal hides later positions.
+    A window of w shows keys at a distance below w, on both sides unless causal; causal hides later positions. The
+    distance is each query's own, or with `window_from_anchor` that of the block's first query.
     """
     if window is None and not is_causal:
         return None
-    distance = query_positions[..., :, None] - key_positions[..., None, :]
-    if is_causal:
-        visible = distance >= 0
-        return visible if window is None else visible & (distance < window)
-    return distance.abs() < window
+    distance = query_positions[..., :, None] - key_positions[..., None, :]  # (..., K, T)
+    if window is None:
+        return distance >= 0
+    reach = distance[..., :1, :] if window_from_anchor else distance
+    visible = (reach.abs() < window).expand_as(distance)
+    return visible & (distance >= 0) if is_causal else visible
 
 
 def to_attention_mask(visible: torch.Tensor | None, implementation: str | None, dtype: torch.dtype) -> Any:
@@ -85,12 +93,31 @@ def to_attention_mask(visible: torch.Tensor | None, implementation: str | None, 
     )
 
 
+def with_sinks(
+    keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sinks (N,) as one more key of zeros, whose logit the mask supplies, and one more value of zeros.
+
+    Returns keys and values with T + 1 columns, and the mask as floats to add, (B, N, K, T + 1).
+    """
+    batch_size, _, key_length, _ = keys.shape
+    sink = sinks.to(keys.dtype)[None, :, None, None].expand(batch_size, -1, block_size, 1)
+    if mask is None:
+        mask = keys.new_zeros(batch_size, 1, block_size, key_length)
+    elif mask.dtype == torch.bool:
+        mask = keys.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(keys.dtype).min)
+    mask = torch.cat([mask.expand(batch_size, len(sinks), block_size, key_length), sink], dim=-1)
+    return nn.functional.pad(keys, (0, 0, 0, 1)), nn.functional.pad(values, (0, 0, 0, 1)), mask
+
+
 class Qwen3DFlashAttention(Qwen3Attention):
     """Attention of the block over `[context; block]` (paper, section 3.2, "KV injection")."""
 
     def __init__(self, config: DFlashConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.is_causal = config.layer_is_causal(layer_idx)
+        self.value_scale = config.attention_value_scale
+        self.sinks = nn.Parameter(torch.zeros(config.num_attention_heads)) if config.attention_sinks else None
 
     def forward(
         self,
@@ -108,9 +135,16 @@ class Qwen3DFlashAttention(Qwen3Attention):
         queries = self.q_norm(self.q_proj(hidden_states).view(batch_size, block_size, *heads[1:])).transpose(1, 2)
         keys = self.k_norm(self.k_proj(sources).view(*sources.shape[:2], *heads[1:])).transpose(1, 2)
         values = self.v_proj(sources).view(*sources.shape[:2], *heads[1:]).transpose(1, 2)
+        if self.value_scale is not None:
+            values = values * self.value_scale
         queries, keys = apply_rotary_pos_emb(queries, keys, *position_embeddings)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)
+        if self.sinks is not None:
+            if self.config._attn_implementation in ("eager", "sdpa"):
+                keys, values, attention_mask = with_sinks(keys, values, attention_mask, self.sinks, block_size)
+            else:
+                kwargs["s_aux"] = self.sinks
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         output, weights = attend(
             self,
@@ -135,17 +169,35 @@ class Qwen3DFlashDecoderLayer(GradientCheckpointingLayer):
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        has_convolutions = config.conv_kernel_size is not None
+        self.attention_conv = GroupedDynamicCausalConv(config) if has_convolutions else None
+        self.mlp_conv = GroupedDynamicCausalConv(config) if has_convolutions else None
 
     def forward(
         self, hidden_states: torch.Tensor, context: torch.Tensor | None, **attention_kwargs: Any
     ) -> torch.Tensor:
         """(B, K, H) to (B, K, H). The context (B, S, H) enters unnormed: `hidden_norm` has been applied to it."""
-        attended, _ = self.self_attn(self.input_layernorm(hidden_states), context, **attention_kwargs)
-        hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+        def attend(normed: torch.Tensor) -> torch.Tensor:
+            return self.self_attn(normed, context, **attention_kwargs)[0]
+
+        normed = self.input_layernorm(hidden_states)
+        hidden_states = hidden_states + convolved(attend, normed, self.attention_conv)
+        normed = self.post_attention_layernorm(hidden_states)
+        return hidden_states + convolved(self.mlp, normed, self.mlp_conv)
 
 
-class Qwen3DFlashForDraft(DraftProtocol, Qwen3PreTrainedModel):
+def convolved(
+    sublayer: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor, conv: GroupedDynamicCausalConv | None
+) -> torch.Tensor:
+    """A sublayer's output (B, K, H), convolved before and after where the draft has convolutions."""
+    if conv is None:
+        return sublayer(states)
+    states, kernel = conv.prepare(states)
+    return conv.finish(sublayer(states), kernel)
+
+
+class Qwen3DFlashForDraft(DraftProtocol, DraftRepository, Qwen3PreTrainedModel):
     """A DFlash draft: reads tapped hidden states of a target, fills a block of masked positions in one forward.
 
     Pass it to the target: `target.generate(**inputs, assistant_model=draft)`. Drafting is steered by
@@ -173,11 +225,34 @@ class Qwen3DFlashForDraft(DraftProtocol, Qwen3PreTrainedModel):
         self.layers = nn.ModuleList(Qwen3DFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self._add_optional_parts(config)
         self.generation_config = default_generation_config(config)
         self.post_init()
 
+    def _add_optional_parts(self, config: DFlashConfig) -> None:
+        """What only some published drafts have; attributes that a draft lacks are `None`."""
+        hidden_size, vocab_size = config.hidden_size, config.vocab_size
+        self.embed_tokens = nn.Embedding(vocab_size, hidden_size) if config.own_embedding else None
+        self.lm_head = None
+        if config.own_head:
+            self.lm_head = nn.Linear(hidden_size, config.draft_vocab_size or vocab_size, bias=False)
+        if config.draft_vocab_size is not None:  # the target's id of each row of the head
+            self.register_buffer("draft_token_ids", torch.arange(config.draft_vocab_size))
+        self.mask_embedding = nn.Parameter(torch.zeros(hidden_size)) if config.own_mask_embedding else None
+        self.tap_norms = None
+        if config.tap_norms:
+            norms = (Qwen3RMSNorm(hidden_size, eps=config.rms_norm_eps) for _ in config.target_layer_ids)
+            self.tap_norms = nn.ModuleList(norms)
+        self.candidate_selector = CandidateSelector(config) if config.selector_rank is not None else None
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
+
     def fuse(self, target_states: torch.Tensor) -> torch.Tensor:
         """The context C of all layers, (B, S, H), from the concatenated taps (B, S, L * H): `hidden_norm(fc(.))`."""
+        if self.tap_norms is not None:
+            taps = target_states.split(self.config.hidden_size, dim=-1)
+            normed = [norm(tap) for norm, tap in zip(self.tap_norms, taps, strict=True)]
+            target_states = torch.cat(normed, dim=-1)
         return self.hidden_norm(self.fc(target_states))
 
     def forward(
@@ -250,7 +325,13 @@ class Qwen3DFlashForDraft(DraftProtocol, Qwen3PreTrainedModel):
                 valid = None if attention_mask is None else attention_mask[:, -key_positions.shape[1] :].bool()
             if window is not None and key_positions.shape[1] <= window:
                 window = None  # every key is within reach
-            visible = visible_keys(query_positions, key_positions, window, self.config.layer_is_causal(layer_idx))
+            visible = visible_keys(
+                query_positions,
+                key_positions,
+                window,
+                self.config.layer_is_causal(layer_idx),
+                self.config.window_from_anchor,
+            )
             if valid is not None:
                 visible = valid[:, None, :] if visible is None else visible & valid[:, None, :]
                 visible = visible.expand(-1, block_size, -1)
@@ -270,8 +351,18 @@ class Qwen3DFlashForDraft(DraftProtocol, Qwen3PreTrainedModel):
 
         The module is called, its weight never read, so quantised and offloaded embeddings work. What the module adds
         to its table is undone where the draft was trained on the bare table: a norm always, a scale where
-        `input_embedding_scale` is set.
+        `input_embedding_scale` is set. A draft with a table of its own embeds with that.
         """
+        if self.embed_tokens is not None:
+            embeds = self.embed_tokens(token_ids) * (self.config.input_embedding_scale or 1.0)
+        else:
+            embeds = self._embed_with(target_embeddings, token_ids)
+        if self.mask_embedding is None:
+            return embeds
+        is_mask = (token_ids == self.config.mask_token_id)[..., None]
+        return torch.where(is_mask, self.mask_embedding.to(embeds), embeds)
+
+    def _embed_with(self, target_embeddings: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
         embed_norm = getattr(target_embeddings, "embed_norm", None)
         if embed_norm is None:
             embeds = target_embeddings(token_ids)
@@ -285,42 +376,65 @@ class Qwen3DFlashForDraft(DraftProtocol, Qwen3PreTrainedModel):
             return embeds
         return embeds * (self.config.input_embedding_scale / getattr(target_embeddings, "embed_scale", 1.0))
 
+    def slot_states(self, last_hidden_state: torch.Tensor) -> torch.Tensor:
+        """The states that proposals are made from, (B, P, H): all K slots, or all but the anchor's."""
+        return last_hidden_state if self.config.slots_predict_next else last_hidden_state[:, 1:]
+
     def compute_logits(self, last_hidden_state: torch.Tensor, target_head: nn.Module) -> torch.Tensor:
-        """Logits of the proposals, (B, K - 1, V), from the block's states (B, K, H): the anchor's slot predicts "
-        "nothing."""
-        logits = target_head(last_hidden_state[:, 1:])
+        """Logits of the proposals over the target's vocabulary, (B, P, V), from the block's states (B, K, H).
+
+        Tokens that the draft's own head leaves out get minus infinity. With `config.proposes_stepwise` these are the
+        logits that `step_logits` starts from.
+        """
+        states = self.slot_states(last_hidden_state)
+        logits = target_head(states) if self.lm_head is None else self.lm_head(states.to(self.lm_head.weight))
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
-        cap = self.config.final_logit_softcapping
-        return logits if not cap else cap * torch.tanh(logits / cap)
+        if cap := self.config.final_logit_softcapping:
+            logits = cap * torch.tanh(logits / cap)
+        return self._over_whole_vocabulary(logits, -torch.inf)
 
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load a draft; see [`~transformers.PreTrainedModel.from_pretrained`].
+    def step_logits(
+        self, logits: torch.Tensor, last_hidden_state: torch.Tensor, previous_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits of the next proposal, (B, V), given those chosen before it in this block.
 
-        Raises:
-            ValueError: If tensors are missing, left over, or of another shape than the config says. Transformers would
-                warn and fill in random weights; the draft would load, and accept nothing.
+        Args:
+            logits: Of all slots, from `compute_logits`, (B, P, V).
+            last_hidden_state: Of the block, (B, K, H).
+            previous_ids: The anchor and the i proposals chosen so far, (B, i + 1); i below P.
         """
-        wants_info = kwargs.pop("output_loading_info", False)
-        draft, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        check_loaded(info, pretrained_model_name_or_path)
-        hub_names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-        with suppress(OSError):  # the file is optional; the defaults are those of the config
-            draft.generation_config = GenerationConfig.from_pretrained(
-                pretrained_model_name_or_path, **{name: kwargs[name] for name in hub_names if name in kwargs}
-            )
-        return (draft, info) if wants_info else draft
+        slot = previous_ids.shape[1] - 1
+        slot_logits, previous_ids = logits[:, slot].to(self.device), previous_ids.to(self.device)
+        states = self.slot_states(last_hidden_state)[:, : slot + 1].to(device=self.device, dtype=self.dtype)
+        if self.candidate_selector is not None:
+            return self.candidate_selector(slot_logits, states[:, -1], previous_ids[:, -1])
+        if self.markov_head is None:
+            return slot_logits
+        bias = self.markov_head(states, previous_ids)
+        return slot_logits + self._over_whole_vocabulary(bias, 0.0).to(slot_logits.dtype)
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Write a complete repository: weights, config with `auto_map`, generation config, and the code, flat."""
-        self.config.auto_map = dict(AUTO_MAP)
-        super().save_pretrained(save_directory, *args, **kwargs)
-        if kwargs.get("is_main_process", True):
-            self.config.auto_map = dict(AUTO_MAP)
-            self.config.save_pretrained(save_directory)
-            self.generation_config.save_pretrained(save_directory)
-            save_code(save_directory)
+    def predict_confidence(
+        self, last_hidden_state: torch.Tensor, previous_ids: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Log-odds of acceptance per proposal, (B, P), from the block's states and the token before each, (B, P).
+
+        `None` for a draft without a confidence head.
+        """
+        if self.confidence_head is None:
+            return None
+        features = self.slot_states(last_hidden_state).to(device=self.device, dtype=self.dtype)
+        if self.config.confidence_head_with_markov:
+            features = torch.cat([features, self.markov_head.markov_w1(previous_ids.to(self.device))], dim=-1)
+        return self.confidence_head(features)
+
+    def _over_whole_vocabulary(self, scores: torch.Tensor, elsewhere: float) -> torch.Tensor:
+        """Scores (..., V) from those of the draft's reduced vocabulary, `elsewhere` for tokens that it leaves out."""
+        if self.config.draft_vocab_size is None:
+            return scores
+        whole = scores.new_full((*scores.shape[:-1], self.config.vocab_size), elsewhere)
+        whole[..., self.draft_token_ids] = scores
+        return whole
 
     def generate(self, *args: Any, **kwargs: Any) -> None:
         """A draft cannot generate alone.
@@ -334,30 +448,10 @@ class Qwen3DFlashForDraft(DraftProtocol, Qwen3PreTrainedModel):
         )
 
 
-def check_loaded(info: dict[str, Any], source: Any) -> None:
-    """Refuse weights that do not fit the config exactly.
-
-    Raises:
-        ValueError: Naming the first tensors that are missing, unexpected or of the wrong shape.
-    """
-    for kind, problem in (
-        ("missing_keys", "are missing"),
-        ("unexpected_keys", "have no place in a draft of this config"),
-        ("mismatched_keys", "have another shape than the config says"),
-    ):
-        names = sorted(str(name) for name in info.get(kind) or ())
-        if names:
-            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            raise ValueError(
-                f"The weights in {source} do not fit their config: {shown} {problem}; download the draft again, or "
-                "convert it with `dflash-hf convert` if it was published for another engine."
-            )
-
-
 def default_generation_config(config: DFlashConfig) -> GenerationConfig:
     """The knobs of drafting: propose the whole block, never cut it, and verify one chain."""
     generation_config = GenerationConfig(
-        num_assistant_tokens=config.block_size - 1,
+        num_assistant_tokens=config.num_proposals,
         num_assistant_tokens_schedule="constant",
         assistant_confidence_threshold=0.0,
     )

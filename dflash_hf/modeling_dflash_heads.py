@@ -1,4 +1,4 @@
-"""Optional parts of a draft, built only where the config asks for them: DFlash 2's convolutions and selector, DSpark's heads.
+"""Parts that only some drafts have, built where the config asks for them.
 
 * DFlash 2: a short causal convolution, its kernel made from the token itself, before and after every sublayer; and a
   selector that scores the likeliest tokens of a slot against the token chosen before them.
@@ -18,7 +18,7 @@ from .configuration_dflash import DFlashConfig
 
 
 class GroupedDynamicCausalConv(nn.Module):
-    """Two convolutions along the block, one at a sublayer's input and one at its output, with kernels made at its input.
+    """Two convolutions along the block, at a sublayer's input and at its output, their kernels made at its input.
 
     The channels of a group share the dynamic part of the kernel; the static part is each channel's own.
     """
@@ -27,7 +27,8 @@ class GroupedDynamicCausalConv(nn.Module):
         super().__init__()
         self.kernel_size = config.conv_kernel_size
         self.num_groups = config.hidden_size // config.conv_group_size
-        self.base_kernel = nn.Parameter(torch.empty(2, self.kernel_size, config.hidden_size))
+        self.base_kernel = nn.Parameter(torch.zeros(2, self.kernel_size, config.hidden_size))
+        nn.init.ones_(self.base_kernel[:, 0])  # the token itself: a fresh convolution changes nothing
         self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.kernel_size * self.num_groups, bias=False)
 
     def prepare(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,8 +56,8 @@ class CandidateSelector(nn.Module):
     def __init__(self, config: DFlashConfig):
         super().__init__()
         self.top_k = config.selector_top_k
-        self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))
-        self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))
+        self.predecessor_codebook = nn.Parameter(torch.zeros(config.vocab_size, config.selector_rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, config.selector_rank))
         self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
 
     def forward(self, logits: torch.Tensor, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
@@ -67,7 +68,7 @@ class CandidateSelector(nn.Module):
         scores, candidates = logits.topk(self.top_k, dim=-1)  # (B, C) each
         wanted = self.predecessor_codebook[previous] * self.hidden_projection(states)  # (B, R)
         scores = scores + torch.einsum("br,bcr->bc", wanted, self.successor_codebook[candidates])
-        return torch.full_like(logits, -torch.inf).scatter(-1, candidates, scores)
+        return torch.full_like(logits, -torch.inf).scatter(-1, candidates, scores.to(logits.dtype))
 
 
 class MarkovHead(nn.Module):
@@ -88,7 +89,7 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
     def forward(self, states: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
-        """The bias of slot i, (B, V), from the states of slots 0..i, (B, i + 1, H), and the token before each, (B, i + 1)."""
+        """The bias of slot i, (B, V), from slots 0..i: states (B, i + 1, H) and the tokens before each, (B, i + 1)."""
         previous = self.markov_w1(previous_ids)  # (B, i + 1, R)
         states = states.to(previous.dtype)
         if self.kind == "vanilla":

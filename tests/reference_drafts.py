@@ -149,7 +149,7 @@ def zlab_yarn(folder: Path) -> Reference:
         "rope_type": "yarn",
         "rope_theta": 10_000.0,
         "factor": 8.0,
-        "original_max_position_embeddings": 16,
+        "original_max_position_embeddings": 64,
         "mscale": 1.0,
         "mscale_all_dim": 1.0,
     }
@@ -177,7 +177,7 @@ def native(folder: Path) -> Reference:
     layer_types = SLIDING["layer_types"]
     config = MuseGlimmerAssistantConfig(
         **body, sliding_window=WINDOW, layer_types=layer_types, block_size=BLOCK, mask_token_id=MASK,
-        target_layer_ids=TAPS,
+        target_layer_ids=TAPS, bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     model = MuseGlimmerAssistantModel(config)
     scramble(model, seed=4)
@@ -206,7 +206,9 @@ def cache_keyword() -> str:
 # --- speculators 0.9.0 -----------------------------------------------------------------------------------------------
 
 
-def speculators_reference(folder: Path, kind: str = "DFlash", body: dict[str, Any] | None = None, **fields: Any) -> Reference:
+def speculators_reference(
+    folder: Path, kind: str = "DFlash", body: dict[str, Any] | None = None, **fields: Any
+) -> Reference:
     """A draft of speculators' own class. What it takes from the target at load is given to it when it first runs."""
     speculators = pytest.importorskip("speculators")
     from speculators.config import SpeculatorsConfig, VerifierConfig
@@ -273,7 +275,9 @@ def reference_of_speculators_model(model: Any) -> Reference:
     return Reference(states, propose, model.config.aux_hidden_state_layer_ids)
 
 
-def speculators_choice(model: Any, logits: torch.Tensor, slots: torch.Tensor, slot: int, previous: torch.Tensor) -> Any:
+def speculators_choice(
+    model: Any, logits: torch.Tensor, slots: torch.Tensor, slot: int, previous: torch.Tensor
+) -> Any:
     """The target's id of the next proposal, (1,), by the project's heads, given the tokens before, (1, slot + 1)."""
     if getattr(model, "candidate_selector", None) is not None:
         ids, scores = model.candidate_selector.select(logits[:, slot], slots[:, slot], previous[:, -1])
@@ -300,6 +304,25 @@ def speculators_non_causal(folder: Path) -> Reference:
 
 def speculators_reduced(folder: Path) -> Reference:
     return speculators_reference(folder, draft_vocab_size=7)
+
+
+def speculators_own_embedding(folder: Path) -> Reference:
+    """Earlier versions save the embedding and the head they took from the target."""
+    reference = speculators_reference(folder)
+    generator = torch.Generator().manual_seed(9)
+    tables = {name: torch.randn(VOCABULARY, 32, generator=generator) for name in ("embed_tokens", "lm_head")}
+    edit_tensors(folder, lambda old: old | {f"{name}.weight": table for name, table in tables.items()})
+
+    class Own:
+        def get_input_embeddings(self) -> nn.Module:
+            return nn.Embedding.from_pretrained(tables["embed_tokens"])
+
+        def get_output_embeddings(self) -> nn.Module:
+            return nn.Embedding.from_pretrained(tables["lm_head"])  # only its `weight` is read
+
+    return Reference(
+        lambda tokens, context, target: reference.states(tokens, context, Own()), reference.propose, reference.taps
+    )
 
 
 def speculators_from_anchor(folder: Path) -> Reference:
@@ -407,7 +430,9 @@ def deepspec_reference(folder: Path, markov_rank: int) -> Reference:
     edit_config(folder, edit)
 
     def states(tokens: torch.Tensor, context: torch.Tensor, target: Any) -> torch.Tensor:
-        own = type("Own", (), {"get_input_embeddings": lambda self: nn.Embedding.from_pretrained(extra["embed_tokens"])})
+        own = type(
+            "Own", (), {"get_input_embeddings": lambda self: nn.Embedding.from_pretrained(extra["embed_tokens"])}
+        )
         return body.states(tokens, context, own())
 
     def propose(hidden: torch.Tensor, anchor: torch.Tensor, target: Any) -> torch.Tensor:

@@ -20,7 +20,7 @@ FORMATS = (OWN, ZLAB, SPECULATORS, NATIVE)
 
 
 def convert(source: str | Path, destination: str | Path, to: str, target: str | None = None, **hub_kwargs: Any) -> str:
-    """Read a draft in any format and write it in the format `to`; tensors keep their bits. Returns the source's format.
+    """Read a draft in any format, write it in the format `to`, and return the one it was in. Tensors keep their bits.
 
     Args:
         source: Repository of the Hub, or folder.

@@ -60,8 +60,8 @@ EXPRESSIBLE = {
         "output_multiplier", "final_logit_softcapping", "own_mask_embedding",
     },
     SPECULATORS: {
-        *DFLASH_2, *DSPARK, "own_embedding", "own_head", "draft_vocab_size", "slots_predict_next", "window_from_anchor",
-        "input_embedding_scale",
+        *DFLASH_2, *DSPARK, "own_embedding", "own_head", "draft_vocab_size", "slots_predict_next",
+        "window_from_anchor", "input_embedding_scale",
     },
     NATIVE: {"input_embedding_scale"},
 }  # fmt: skip
@@ -92,16 +92,24 @@ def export_zlab(config: "DFlashConfig", tensors: Tensors) -> tuple[Fields, Tenso
     """z-lab's layout, with ModelOpt's and SpecForge's additions to `dflash_config`: read by vLLM and SGLang."""
     kind = _kind(config, ZLAB)
     if (kind == "dspark") != config.slots_predict_next:
-        raise _inexpressible(ZLAB, "slots_predict_next", config, "in it the slots of DSpark drafts, and of no others, are")
+        raise _inexpressible(
+            ZLAB, "slots_predict_next", config, "in it the slots of DSpark drafts, and of no others, are"
+        )
     nested = {"mask_token_id": config.mask_token_id, "target_layer_ids": config.target_layer_ids}
-    nested.update(_used(config, {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}))
+    nested.update(
+        _used(config, {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None})
+    )
     nested.update(_used(config, {"attention_value_scale": None}))
     if config.attention_sinks:
         nested["attention_sink_bias"] = True
     if kind == "dflash2":
-        nested.update(_used(config, dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"))))
+        nested.update(
+            _used(config, dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")))
+        )
     if kind == "dspark":
-        nested.update(projector_type="dspark", markov_rank=config.markov_rank, markov_head_type=config.markov_head_type)
+        nested.update(
+            projector_type="dspark", markov_rank=config.markov_rank, markov_head_type=config.markov_head_type
+        )
         nested["enable_confidence_head"] = config.confidence_head
         nested["confidence_head_with_markov"] = config.confidence_head_with_markov
     fields = _body(config, BODY_FIELDS) | {
@@ -114,13 +122,13 @@ def export_zlab(config: "DFlashConfig", tensors: Tensors) -> tuple[Fields, Tenso
     if config.is_causal is not None:
         fields["is_causal"] = config.is_causal
     if config.attention_sinks:
-        tensors = {name.replace(".self_attn.sinks", ".self_attn.attention_sink_bias"): t for name, t in tensors.items()}
+        tensors = {
+            name.replace(".self_attn.sinks", ".self_attn.attention_sink_bias"): t for name, t in tensors.items()
+        }
     return fields, dict(tensors)
 
 
-def export_speculators(
-    config: "DFlashConfig", tensors: Tensors, target: str | None = None
-) -> tuple[Fields, Tensors]:
+def export_speculators(config: "DFlashConfig", tensors: Tensors, target: str | None = None) -> tuple[Fields, Tensors]:
     """The layout of the speculators project, which vLLM serves without further flags."""
     kind = _kind(config, SPECULATORS)
     body = _body(config, BODY_FIELDS) | {"model_type": "qwen3"}

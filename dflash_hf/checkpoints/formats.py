@@ -53,7 +53,7 @@ def detect_format(config: dict[str, Any], tensor_names: Collection[str]) -> str:
     if "fc.weight" not in names or "hidden_norm.weight" not in names:
         raise ValueError(
             f"This is no DFlash draft (`model_type` {model_type!r}, architectures {config.get('architectures')}): its "
-            "weights have no `fc` and `hidden_norm`, which fuse the target's hidden states; name a draft, not a target."
+            "weights have no `fc` and `hidden_norm`, which fuse the target's hidden states; name a draft, no target."
         )
     if model_type == "dflash":
         return OWN

@@ -141,8 +141,8 @@ def import_fields(draft_format: str, raw: Mapping[str, Any], tensors: Mapping[st
     if fields.get("mask_token_id") is None:
         asked = nested.get("mask_token") or raw.get("mask_token")
         raise ValueError(
-            f"The draft's config has no `mask_token_id` (`mask_token` is {asked!r}); add the id that this token has in "
-            "the target's tokenizer."
+            f"The draft's config has no `mask_token_id` (`mask_token` is {asked!r}); add the id that this token has "
+            "in the target's tokenizer."
         )
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -309,8 +309,8 @@ def split_fused_projections(tensors: Tensors, fields: Fields) -> None:
         fused = tensors.pop(name)
         if fused.shape[0] != queries + 2 * keys:
             raise ValueError(
-                f"{name!r} has {fused.shape[0]} rows, but the config's heads need {queries} + 2 * {keys}; the file and "
-                "its config do not belong together."
+                f"{name!r} has {fused.shape[0]} rows, but the config's heads need {queries} + 2 * {keys}; the file "
+                "and its config do not belong together."
             )
         for part, rows in zip("qkv", fused.split([queries, keys, keys]), strict=True):
             tensors[name.replace("qkv_proj", f"{part}_proj")] = rows.contiguous()
@@ -320,7 +320,7 @@ def import_vocabulary_map(tensors: Tensors, fields: Fields) -> None:
     """`d2t` holds offsets, target id minus draft id; the model keeps the target ids themselves.
 
     Raises:
-        ValueError: If a draft id has no place in the target's vocabulary, or `t2d` marks other tokens than `d2t` names.
+        ValueError: If an id has no place in the target's vocabulary, or `t2d` marks other tokens than `d2t` names.
     """
     import torch
 
@@ -335,8 +335,9 @@ def import_vocabulary_map(tensors: Tensors, fields: Fields) -> None:
         return
     if token_ids.min() < 0 or token_ids.max() >= vocab_size or len(token_ids.unique()) != len(token_ids):
         raise ValueError(
-            f"'d2t' maps the draft's {len(offsets)} tokens to ids from {int(token_ids.min())} to {int(token_ids.max())}, "
-            f"which are not distinct tokens of a vocabulary of {vocab_size}; the file is damaged."
+            f"'d2t' maps the draft's {len(offsets)} tokens to ids from {int(token_ids.min())} to "
+            f"{int(token_ids.max())}, which are not distinct tokens of a vocabulary of {vocab_size}; the file is "
+            "damaged."
         )
     if marks is not None and (len(marks) != vocab_size or not torch.equal(marks.nonzero()[:, 0], token_ids.sort()[0])):
         raise ValueError("'t2d' marks other target tokens than 'd2t' names; the file is damaged.")

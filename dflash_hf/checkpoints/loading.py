@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .files import find_folder
+from .formats import OWN
 from .importing import read_draft
 
 if TYPE_CHECKING:
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
 
     from ..modeling_dflash import Qwen3DFlashForDraft
 
-HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")
+HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "endpoint")
 
 
 def load_draft(
@@ -39,16 +40,18 @@ def load_draft(
     kwargs = dict(from_pretrained_kwargs)
     folder = find_folder(name_or_path, **{name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs})
     vocab_size = None if target is None else target.config.get_text_config().vocab_size
-    _, config, tensors = read_draft(folder, vocab_size)
+    found, config, tensors = read_draft(folder, vocab_size)
     if target is not None and not {"dtype", "torch_dtype", "device_map"} & kwargs.keys():
         kwargs["dtype"] = target.dtype
     kwargs.setdefault("dtype", kwargs.pop("torch_dtype", "auto"))
     config.name_or_path = str(name_or_path)
-    draft = Qwen3DFlashForDraft.from_pretrained(None, config=config, state_dict=tensors, **kwargs)
+    # Only a draft saved by this package has a generation config of its own beside the weights.
+    source = folder if found == OWN else None
+    draft = Qwen3DFlashForDraft.from_pretrained(source, config=config, state_dict=tensors, **kwargs)
     if target is not None:
         if "device_map" not in kwargs:
             draft = draft.to(target.device)
         from ..generation.pairing import check_pair
 
-        check_pair(draft, target)
+        check_pair(target, draft)
     return draft

@@ -1,0 +1,1 @@
+dflash_hf/modeling_dflash_heads.py
