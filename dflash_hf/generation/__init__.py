@@ -17,7 +17,7 @@ from .candidate_generator import DFlashCandidateGenerator
 from .compat import CACHE_KEY
 from .draft_cache import DraftCache
 from .protocol import DraftProtocol
-from .repository import AUTO_MAP, save_code
+from .repository import DraftRepository
 
 _MARKER = "_dflash_originals"
 
@@ -88,12 +88,11 @@ def remove_hook() -> None:
 
 
 __all__ = [
-    "AUTO_MAP",
     "CACHE_KEY",
     "DFlashCandidateGenerator",
     "DraftCache",
     "DraftProtocol",
+    "DraftRepository",
     "install_hook",
     "remove_hook",
-    "save_code",
 ]

@@ -109,6 +109,8 @@ class DraftRepository:
         tensors = {name: tensor for name, tensor in tensors.items() if name in own}
         super().save_pretrained(save_directory, is_main_process, tensors, **kwargs)  # type: ignore[misc]
         if is_main_process:
+            if kwargs.get("variant") is None:
+                remove_other_layout(Path(save_directory))
             self.generation_config.save_pretrained(save_directory)
             save_code(save_directory)
         if push_to_hub and is_main_process:
@@ -162,26 +164,39 @@ def refuse_incomplete(name: str | os.PathLike[str] | None, info: dict[str, Any],
         )
 
 
+def remove_other_layout(folder: Path) -> None:
+    """After a save over an earlier one, drop the whole file beside shards, or the index that shards have left.
+
+    Transformers removes old shards only, and loads the whole file where it finds both.
+    """
+    if any(folder.glob("model-*-of-*.safetensors")):
+        (folder / "model.safetensors").unlink(missing_ok=True)
+    else:
+        (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+
+
 def code_files() -> dict[str, Path]:
-    """The flat code files of this very copy of the code: name in a repository -> file on this machine.
+    """The flat code files of this very copy of the code, as far as they are imported: name in a repository -> file.
 
     Raises:
         FileNotFoundError: If a module that the code imports is not where this copy of the code expects it.
     """
     here = Path(__file__).resolve().parent
-    modules = {path.name: path for path in here.glob("*.py") if path.name != "__init__.py"}
-    folder = here
-    if (here / "__init__.py").is_file() and (here.parent / ENTRY_FILES[1]).is_file():
-        modules["generation.py"] = here / "__init__.py"
-        folder = here.parent
+    is_package = (here / "__init__.py").is_file() and (here.parent / ENTRY_FILES[1]).is_file()
+    folders = [here, here.parent] if is_package else [here]
+    files: dict[str, Path] = {}
     pending = list(ENTRY_FILES)
     while pending:
         name = pending.pop()
-        source = modules.setdefault(name, folder / name)
-        if not source.is_file():
-            raise FileNotFoundError(f"The draft's code cannot be saved: {name} is missing in {folder}.")
-        pending += [f"{module}.py" for module in get_relative_imports(source) if f"{module}.py" not in modules]
-    return dict(sorted(modules.items()))
+        places = [folder / name for folder in folders]
+        if is_package and name == "generation.py":
+            places = [here / "__init__.py"]
+        found = next((path for path in places if path.is_file()), None)
+        if found is None:
+            raise FileNotFoundError(f"The draft's code cannot be saved: {name} is missing in {here}.")
+        files[name] = found
+        pending += [f"{module}.py" for module in get_relative_imports(found) if f"{module}.py" not in files]
+    return dict(sorted(files.items()))
 
 
 def save_code(folder: str | os.PathLike[str]) -> list[str]:
