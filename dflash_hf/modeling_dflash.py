@@ -34,8 +34,22 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from .configuration_dflash import DFlashConfig
-from .generation import CACHE_KEY, DraftCache, DraftProtocol, DraftRepository, install_hook
-from .modeling_dflash_heads import CandidateSelector, ConfidenceHead, GroupedDynamicCausalConv, MarkovHead
+from .generation import (
+    CACHE_KEY,
+    DraftCache,
+    DraftProtocol,
+    DraftRepository,
+    install_hook,
+    to_attention_mask,
+    visible_keys,
+)
+from .modeling_dflash_heads import (
+    CandidateSelector,
+    ConfidenceHead,
+    GroupedDynamicCausalConv,
+    MarkovHead,
+    with_sinks,
+)
 
 
 def apply_rotary_pos_emb(
@@ -50,64 +64,6 @@ def apply_rotary_pos_emb(
     block_size = queries.shape[-2]
     query_cos, query_sin = cos[..., -block_size:, :], sin[..., -block_size:, :]
     return queries * query_cos + rotate_half(queries) * query_sin, keys * cos + rotate_half(keys) * sin
-
-
-def visible_keys(
-    query_positions: torch.Tensor,
-    key_positions: torch.Tensor,
-    window: int | None,
-    is_causal: bool,
-    window_from_anchor: bool = False,
-) -> torch.Tensor | None:
-    """Which keys a block's queries may see, (..., K, T) booleans, from positions (..., K) and (..., T); `None`: all.
-
-    A window of w shows keys at a distance below w, on both sides unless causal; causal hides later positions. The
-    distance is each query's own, or with `window_from_anchor` that of the block's first query.
-    """
-    if window is None and not is_causal:
-        return None
-    distance = query_positions[..., :, None] - key_positions[..., None, :]  # (..., K, T)
-    if window is None:
-        return distance >= 0
-    reach = distance[..., :1, :] if window_from_anchor else distance
-    visible = (reach.abs() < window).expand_as(distance)
-    return visible & (distance >= 0) if is_causal else visible
-
-
-def to_attention_mask(visible: torch.Tensor | None, implementation: str | None, dtype: torch.dtype) -> Any:
-    """Turn visibility (B, K, T) into what an attention implementation takes: booleans, floats or a `BlockMask`."""
-    if visible is None:
-        return None
-    if implementation == "flex_attention":
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        batch_size, query_length, key_length = visible.shape
-        return create_block_mask(
-            lambda b, h, q, k: visible[b, q, k], batch_size, None, query_length, key_length, device=visible.device
-        )
-    visible = visible[:, None]  # (B, 1, K, T)
-    if implementation == "sdpa":
-        return visible
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
-        ~visible, torch.finfo(dtype).min
-    )
-
-
-def with_sinks(
-    keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor, block_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sinks (N,) as one more key of zeros, whose logit the mask supplies, and one more value of zeros.
-
-    Returns keys and values with T + 1 columns, and the mask as floats to add, (B, N, K, T + 1).
-    """
-    batch_size, _, key_length, _ = keys.shape
-    sink = sinks.to(keys.dtype)[None, :, None, None].expand(batch_size, -1, block_size, 1)
-    if mask is None:
-        mask = keys.new_zeros(batch_size, 1, block_size, key_length)
-    elif mask.dtype == torch.bool:
-        mask = keys.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(keys.dtype).min)
-    mask = torch.cat([mask.expand(batch_size, len(sinks), block_size, key_length), sink], dim=-1)
-    return nn.functional.pad(keys, (0, 0, 0, 1)), nn.functional.pad(values, (0, 0, 0, 1)), mask
 
 
 class Qwen3DFlashAttention(Qwen3Attention):

@@ -17,6 +17,23 @@ from torch.nn import functional
 from .configuration_dflash import DFlashConfig
 
 
+def with_sinks(
+    keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sinks (N,) as one more key of zeros, whose logit the mask supplies, and one more value of zeros.
+
+    Returns keys and values with T + 1 columns, and the mask as floats to add, (B, N, K, T + 1).
+    """
+    batch_size, _, key_length, _ = keys.shape
+    sink = sinks.to(keys.dtype)[None, :, None, None].expand(batch_size, -1, block_size, 1)
+    if mask is None:
+        mask = keys.new_zeros(batch_size, 1, block_size, key_length)
+    elif mask.dtype == torch.bool:
+        mask = keys.new_zeros(mask.shape).masked_fill_(~mask, torch.finfo(keys.dtype).min)
+    mask = torch.cat([mask.expand(batch_size, len(sinks), block_size, key_length), sink], dim=-1)
+    return nn.functional.pad(keys, (0, 0, 0, 1)), nn.functional.pad(values, (0, 0, 0, 1)), mask
+
+
 class GroupedDynamicCausalConv(nn.Module):
     """Two convolutions along the block, at a sublayer's input and at its output, their kernels made at its input.
 

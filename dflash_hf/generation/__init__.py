@@ -16,6 +16,7 @@ from transformers.generation.utils import GenerationMixin
 from .candidate_generator import DFlashCandidateGenerator
 from .compat import CACHE_KEY
 from .draft_cache import DraftCache
+from .masks import to_attention_mask, visible_keys
 from .protocol import DraftProtocol
 from .repository import DraftRepository
 
@@ -95,4 +96,6 @@ __all__ = [
     "DraftRepository",
     "install_hook",
     "remove_hook",
+    "to_attention_mask",
+    "visible_keys",
 ]

@@ -59,7 +59,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
             return input_ids, None
         num_slots = min(self.drafter.draft.config.block_size, remaining + 1)
         logits = self.drafter.block_logits(input_ids[:, -1:], num_slots)[:, :num_proposals]
-        candidates, probs = choose_candidates(logits, self.processor, [0], [input_ids], self.do_sample)
+        candidates, probs = choose_candidates(
+            logits, self.processor, [0], [input_ids], self.do_sample, self.drafter.refine
+        )
         scores = None if probs is None else probs.log()
         return torch.cat([input_ids, candidates], dim=1), scores
 

@@ -133,13 +133,17 @@ class DecodingLoop:
         """Candidates (B, P) and their distributions; P shrinks where fewer tokens are left to generate."""
         anchors = self.sequences.anchors(self.rows)
         remaining = self.stop_rule.max_length - min(self.sequences.lengths[row] for row in self.rows)
-        num_slots = min(self.drafter.draft.config.block_size, remaining + 1)
-        num_proposals = min(self.settings.num_proposals, num_slots - 1, remaining - 1)
+        config = self.drafter.draft.config
+        num_slots = min(config.block_size, remaining + 1)
+        silent_slots = config.block_size - config.num_proposals
+        num_proposals = min(self.settings.num_proposals, num_slots - silent_slots, remaining - 1)
         if num_proposals < 1:
             return anchors[:, :0], None
         logits = self.drafter.block_logits(anchors, num_slots)[:, :num_proposals]
         prefixes = [self.sequences.prefix(row) for row in self.rows]
-        candidates, probs = choose_candidates(logits, self.processor, self.rows, prefixes, self.do_sample)
+        candidates, probs = choose_candidates(
+            logits, self.processor, self.rows, prefixes, self.do_sample, self.drafter.refine
+        )
         return self._cut_unconfident(logits, candidates, probs)
 
     def _cut_unconfident(

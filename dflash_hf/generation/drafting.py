@@ -3,7 +3,7 @@
 Shapes: B batch, N new context tokens, K block, P proposals, L taps, H hidden, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class Drafter:
         self.pending: torch.Tensor | None = None  # taps the draft has not read yet, (B, N, L * H)
         self.pending_lengths: list[int] = []
         self.states_dtype: torch.dtype | None = None
+        self.refine: Callable[[torch.Tensor], torch.Tensor] | None = None  # of the last block, see `choose_candidates`
 
     def begin(self, batch_size: int, start: int) -> None:
         """Start `batch_size` rows whose first context token is at position `start`."""
@@ -54,7 +55,7 @@ class Drafter:
         self.pending = joined[:, : max(self.pending_lengths)]
 
     def block_logits(self, anchors: torch.Tensor, num_slots: int) -> torch.Tensor:
-        """Draft the tokens behind the anchors (B, 1), in a block of `num_slots`; logits (B, num_slots - 1, V)."""
+        """Draft the tokens behind the anchors (B, 1), in a block of `num_slots`; logits (B, P, V)."""
         device = self.device
         masks = anchors.new_full((anchors.shape[0], num_slots - 1), self.draft.config.mask_token_id)
         embeds = self.draft.embed_block(torch.cat([anchors, masks], dim=1), self.target_embeddings)
@@ -70,7 +71,10 @@ class Drafter:
         self.positions = [start + length for start, length in zip(self.positions, lengths, strict=True)]
         self.pending = None
         states = outputs.last_hidden_state.to(dtype=self.states_dtype, device=embeds.device)
-        return self.draft.compute_logits(states, self.target_head).to(anchors.device)
+        logits = self.draft.compute_logits(states, self.target_head).to(anchors.device)
+        if self.draft.config.proposes_stepwise:
+            self.refine = lambda previous: self.draft.step_logits(logits, states, previous).to(anchors.device)
+        return logits
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Let the other rows leave."""
@@ -99,26 +103,38 @@ def choose_candidates(
     rows: Sequence[int],
     prefixes: Sequence[torch.Tensor],
     do_sample: bool,
+    refine: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Candidates (B, P) and, when sampling, the distributions (B, P, V) they were drawn from.
 
     The draft sees the processors the target will see, wherever they may be called on tokens that can still be refused.
+
+    Args:
+        refine: From the anchor and the candidates so far, (B, i + 1), to the logits of the next one, (B, V), for drafts
+            that choose one after the other. They replace those in `logits`.
     """
-    if processor.is_empty or processor.is_stateful:
+    applies = not (processor.is_empty or processor.is_stateful)
+    if refine is None and not applies:
         return _choose(logits, do_sample)
-    if processor.is_pointwise:
+    if refine is None and processor.is_pointwise:
         return _choose(
             processor.block(rows, prefixes, logits.new_zeros(logits.shape[:2], dtype=torch.long), logits), do_sample
         )
-    tokens: list[torch.Tensor] = []
+    tokens = [torch.cat([prefix[:, -1:] for prefix in prefixes])]  # the anchors (B, 1)
     probs: list[torch.Tensor] = []
     for step in range(logits.shape[1]):
-        contexts = [torch.cat([prefixes[i], *[t[i : i + 1] for t in tokens]], dim=1) for i in range(len(rows))]
-        scores = torch.cat([processor.one(row, contexts[i], logits[i : i + 1, step]) for i, row in enumerate(rows)])
+        if refine is not None:
+            logits[:, step] = refine(torch.cat(tokens, dim=1))
+        scores = logits[:, step]
+        if applies:
+            contexts = [
+                torch.cat([prefix, *[t[i : i + 1] for t in tokens[1:]]], dim=1) for i, prefix in enumerate(prefixes)
+            ]
+            scores = torch.cat([processor.one(row, contexts[i], scores[i : i + 1]) for i, row in enumerate(rows)])
         token, prob = _choose(scores[:, None], do_sample)
         tokens.append(token)
         probs.append(prob)
-    return torch.cat(tokens, dim=1), torch.cat(probs, dim=1) if do_sample else None
+    return torch.cat(tokens[1:], dim=1), torch.cat(probs, dim=1) if do_sample else None
 
 
 def _choose(scores: torch.Tensor, do_sample: bool) -> tuple[torch.Tensor, torch.Tensor | None]:

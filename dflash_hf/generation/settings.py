@@ -40,7 +40,7 @@ class DraftSettings:
                 value = getattr(draft.generation_config, name, None)
             return default if value is None else value
 
-        most = draft.config.block_size - 1
+        most = draft.config.num_proposals
         settings = cls(
             num_proposals=knob("num_assistant_tokens", most),
             confidence_threshold=knob("assistant_confidence_threshold", 0.0),
@@ -50,7 +50,7 @@ class DraftSettings:
         if not isinstance(settings.num_proposals, int) or not 0 <= settings.num_proposals <= most:
             raise ValueError(
                 f"`num_assistant_tokens` is {settings.num_proposals} but the draft was trained with `block_size` "
-                f"{most + 1}, which proposes at most {most} tokens; set it between 0 and {most}."
+                f"{draft.config.block_size}, which proposes at most {most} tokens; set it between 0 and {most}."
             )
         if not 0.0 <= settings.confidence_threshold <= 1.0:
             raise ValueError(
