@@ -38,6 +38,11 @@ def printed(code: str, **kwargs) -> str:
     return result.stdout
 
 
+def _normal(name: str) -> str:
+    """A distribution's name as indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 # ---------------------------------------------------------------- metadata
 
 
@@ -48,12 +53,12 @@ def test_version_is_the_same_wherever_it_is_stated():
 
 def test_pins_lie_in_the_supported_ranges_and_cover_every_dependency():
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
-    pins = {Requirement(line).name.lower().replace("-", "_"): line.split("==")[1] for line in lines}
-    extras = PYPROJECT["project"]["optional-dependencies"]
+    pins = {_normal(Requirement(line).name): line.split("==")[1] for line in lines}
+    extras = {k: v for k, v in PYPROJECT["project"]["optional-dependencies"].items() if k != "prompts"}
     declared = map(Requirement, itertools.chain(PYPROJECT["project"]["dependencies"], *extras.values()))
     for requirement in declared:
         if requirement.name != "dflash-hf":
-            assert pins[requirement.name.lower().replace("-", "_")] in requirement.specifier, requirement
+            assert pins[_normal(requirement.name)] in requirement.specifier, requirement
 
 
 def test_oldest_tested_transformers_is_the_oldest_supported():
@@ -102,6 +107,27 @@ def _public_definitions(path: Path) -> list[tuple[str, ast.AST]]:
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT / "dflash_hf")))
 def test_everything_public_has_a_docstring(path):
     assert [name for name, node in _public_definitions(path) if not ast.get_docstring(node)] == []
+
+
+def _third_party_imports(path: Path) -> set[str]:
+    """Top-level names of the packages a module imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(node.module.split(".")[0])
+    return names - set(sys.stdlib_module_names) - {"dflash_hf"}
+
+
+def test_every_imported_package_is_declared():
+    lists = [*PYPROJECT["project"]["optional-dependencies"].values(), PYPROJECT["project"]["dependencies"]]
+    peers = [line for line in (ROOT / "requirements-peers.txt").read_text().splitlines() if not line.startswith("#")]
+    declared = {_normal(Requirement(line).name) for line in itertools.chain(peers, *lists)}
+    providers = importlib.metadata.packages_distributions()
+    for path in MODULES:
+        for name in _third_party_imports(path):
+            assert {_normal(provider) for provider in providers.get(name, [name])} & declared, f"{path}: {name}"
 
 
 def test_version_comparisons_are_confined_to_compat():
@@ -238,7 +264,7 @@ def _runtime_closure() -> dict[str, importlib.metadata.Distribution]:
     waiting = list(PYPROJECT["project"]["dependencies"])
     while waiting:
         requirement = Requirement(waiting.pop())
-        name = re.sub(r"[-_.]+", "-", requirement.name).lower()
+        name = _normal(requirement.name)
         if name in found or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
             continue
         found[name] = importlib.metadata.distribution(name)
