@@ -1,4 +1,4 @@
-"""Every save of a draft is a repository that loads alone, from the package's class and from a repository's own alike."""
+"""Every save of a draft is a repository that loads alone, from the package's class and from a remote class alike."""
 
 import json
 import shutil
@@ -8,8 +8,6 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from helpers import greedy, random_prompt, tiny_draft, tiny_target
-from hub_server import HubServer
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_relative_imports
@@ -17,6 +15,8 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module, get
 from dflash_hf.configuration_dflash import DFlashConfig
 from dflash_hf.generation.repository import AUTO_MAP, code_files
 from dflash_hf.modeling_dflash import Qwen3DFlashForDraft
+from helpers import greedy, random_prompt, tiny_draft, tiny_target
+from hub_server import HubServer
 
 PACKAGE = Path(__file__).resolve().parent.parent / "dflash_hf"
 

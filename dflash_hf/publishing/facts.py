@@ -5,7 +5,7 @@ A card states facts and nothing else, so each field here has one source, and a f
 * `training.json`: how the draft was made. Known keys: `target`, `license`, `languages`, `datasets` (names, or
   dictionaries with `name`, `license`, `rows`), `thinking` (`"on"`, `"off"` or `"both"`), `max_length` (tokens of the
   longest training sequence), `commands`; every other plain value becomes a row of the card's training table.
-* `benchmark.json`: what `dflash-hf benchmark` measured; see `results.py`.
+* `benchmark.json`: what `dflash-hf benchmark` measured; its schema is in `dflash_hf.evaluation.record`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def collect_facts(
         ValueError: If no source names the target or the licence, or a record is unreadable.
     """
     record = _record_of(source, training, TRAINING_FILE)
-    results = read_results(found) if (found := _record_of(source, benchmark, BENCHMARK_FILE)) else None
+    found = _record_of(source, benchmark, BENCHMARK_FILE)
+    results = read_results(found, benchmark or Path(BENCHMARK_FILE)) if found else None
     metadata = _card_metadata(source)
     target = base_model or getattr(draft.config, "target_name_or_path", None) or record.get("target")
     target = target or _first(metadata.get("base_model"))

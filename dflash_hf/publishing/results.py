@@ -1,10 +1,4 @@
-"""A benchmark record as a card shows it: one row per task and method, and two plots.
-
-The record is a JSON object with `rows`, each of them a measured pair of `task` and `method` with any of
-`tokens_per_second`, `speedup`, `acceptance_length`, `acceptance_histogram` (how often a round committed 1, 2, ...
-tokens) and `samples`; and with `hardware`, `versions`, `date`, `commit` and `dtype`, without which figures mean
-nothing.
-"""
+"""A benchmark record (`dflash_hf.evaluation.record`) as a card shows it: a table and two plots of acceptance."""
 
 from __future__ import annotations
 
@@ -13,21 +7,26 @@ from pathlib import Path
 from typing import Any
 
 CONDITIONS = ("hardware", "versions", "date", "commit", "dtype")
+SHOWN_VERSIONS = ("dflash_hf", "transformers", "torch")
 COLUMNS = {
     "tokens_per_second": ("tokens/s", "{:.1f}"),
     "speedup": ("speed-up", "{:.2f}x"),
     "acceptance_length": ("acceptance length", "{:.2f}"),
     "samples": ("prompts", "{:d}"),
 }
+# Cells whose 95 % confidence interval the record may carry.
+INTERVALS = {"tokens_per_second": "{:.1f}", "speedup": "{:.2f}", "acceptance_length": "{:.2f}"}
 NOT_MEASURED = "-"
 
 
 @dataclass
 class Results:
-    """The measured rows, and the conditions they hold under."""
+    """The rows that may stand on a card, how many may not, and the conditions they were measured under."""
 
     rows: list[dict[str, Any]]
+    num_wrong: int
     conditions: dict[str, str]
+    settings: dict[str, Any]
 
     @property
     def columns(self) -> list[str]:
@@ -37,32 +36,31 @@ class Results:
     def table(self) -> list[list[str]]:
         """Header and cells as text. A cell without a measurement is a dash; a column without any is left out."""
         header = ["task", "method", *(COLUMNS[name][0] for name in self.columns)]
-        cells = [[row["task"], row["method"], *(self._cell(row, name) for name in self.columns)] for row in self.rows]
+        cells = [[row["task"], row["method"], *(_cell(row, name) for name in self.columns)] for row in self.rows]
         return [header, *cells]
 
-    @staticmethod
-    def _cell(row: dict[str, Any], name: str) -> str:
-        return NOT_MEASURED if row.get(name) is None else COLUMNS[name][1].format(row[name])
-
     def drafting(self) -> list[dict[str, Any]]:
-        """The rows in which the draft proposed something and its acceptance was measured."""
-        return [row for row in self.rows if row.get("acceptance_length") is not None]
+        """The rows of this draft."""
+        dflash = (row for row in self.rows if row["method"].startswith("dflash"))
+        return [row for row in dflash if row.get("acceptance_length") is not None]
 
     def by_position(self) -> dict[str, list[float]]:
-        """Per drafting row: the share of rounds that accepted the proposal at position 1, 2, ... of the block.
+        """Per row of this draft: the share of rounds that accepted the proposal at position 1, 2, ... of the block.
 
-        A round that committed n tokens accepted n - 1 proposals; the n-th token is the target's own.
+        Where the record has only the histogram: a round that committed n tokens accepted n - 1 proposals, the n-th
+        token is the target's own.
         """
         curves = {}
         for row in self.drafting():
-            counts = row.get("acceptance_histogram")
-            if counts and sum(counts):
-                label = f"{row['task']}, {row['method']}"
-                curves[label] = [sum(counts[position:]) / sum(counts) for position in range(1, len(counts))]
+            shares, counts = row.get("by_position"), row.get("acceptance_histogram")
+            if not shares and counts and sum(counts):
+                shares = [sum(counts[position:]) / sum(counts) for position in range(1, len(counts))]
+            if shares:
+                curves[f"{row['task']}, {row['method']}"] = [float(share) for share in shares]
         return curves
 
     def best_speedups(self) -> tuple[float, float] | None:
-        """The lowest and the highest, over tasks, of each task's best measured speed-up with the draft."""
+        """The lowest and the highest, over tasks, of each task's best measured speed-up with this draft."""
         best: dict[str, float] = {}
         for row in self.drafting():
             if row.get("speedup") is not None:
@@ -70,33 +68,51 @@ class Results:
         return (min(best.values()), max(best.values())) if best else None
 
 
-def read_results(record: dict[str, Any]) -> Results:
-    """The rows of a benchmark record that may stand on a card: those whose output was right.
+def _cell(row: dict[str, Any], name: str) -> str:
+    if row.get(name) is None:
+        return NOT_MEASURED
+    text = COLUMNS[name][1].format(row[name])
+    interval = row.get(f"{name}_ci")
+    if interval and name in INTERVALS:
+        text += f" ({INTERVALS[name].format(interval[0])} to {INTERVALS[name].format(interval[1])})"
+    return text
+
+
+def read_results(record: dict[str, Any], source: Path) -> Results:
+    """The rows of a benchmark record whose output was right, with their conditions.
 
     Raises:
-        ValueError: If the record has no rows, a row lacks its task or method, or a condition is not stated.
+        ValueError: If it is no record, of another version, without rows, or does not state its conditions.
     """
+    from dflash_hf.evaluation.record import check_version
+
+    check_version(record, source)
     rows = record.get("rows")
     if not isinstance(rows, list) or not rows:
-        raise ValueError("The benchmark record has no `rows`; run `dflash-hf benchmark` anew or leave it out.")
+        raise ValueError(f"{source} has no `rows`; let `dflash-hf benchmark` finish or leave the record out.")
     for field in CONDITIONS:
         if not record.get(field):
             raise ValueError(
-                f"The benchmark record does not state its `{field}`, and a figure without it means nothing; add it."
+                f"{source} does not state `{field}`, and a figure without it means nothing; measure again."
             )
-    for number, row in enumerate(rows):
-        if not row.get("task") or not row.get("method"):
-            raise ValueError(
-                f"Row {number} of the benchmark record lacks `task` or `method`; add it or remove the row."
-            )
-    kept = [row for row in rows if row.get("correct", True)]
-    return Results(kept, {field: _text(record[field]) for field in CONDITIONS})
+    kept = [row for row in rows if row.get("correct") is not False]
+    conditions = {
+        "hardware": _hardware(record["hardware"]),
+        "versions": ", ".join(
+            f"{name} {record['versions'][name]}" for name in SHOWN_VERSIONS if name in record["versions"]
+        ),
+        "date": str(record["date"])[:10],
+        "commit": str(record["commit"]),
+        "dtype": str(record["dtype"]),
+    }
+    return Results(kept, len(rows) - len(kept), conditions, record.get("settings") or {})
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_text(item)}" for name, item in value.items() if item not in (None, ""))
-    return str(value)
+def _hardware(hardware: dict[str, Any]) -> str:
+    if hardware.get("gpu"):
+        return f"{hardware.get('gpus') or 1} x {hardware['gpu']}"
+    cores = f" ({hardware['cores']} cores)" if hardware.get("cores") else ""
+    return f"{hardware.get('cpu') or 'a CPU'}{cores}"
 
 
 def draw_plots(results: Results, folder: Path) -> dict[str, str]:
@@ -138,6 +154,7 @@ def _draw_tasks(axes: Any, results: Results) -> None:
     axes.set_xticks(range(len(tasks)), tasks)
     axes.set_ylabel("tokens per round")
     axes.axhline(1.0, color="grey", linewidth=0.8, linestyle=":")
+    axes.margins(y=0.15)
     axes.legend(fontsize=8)
 
 
