@@ -40,8 +40,7 @@ class Drafter:
         self.pending, self.pending_lengths = None, [0] * batch_size
 
     def observe(self, taps: torch.Tensor, lengths: Sequence[int]) -> None:
-        """Take over the target's states (B, N, L * H) of newly accepted tokens, of which row b's first "
-        "`lengths[b]`."""
+        """Take over the target's states (B, N, L * H) of newly accepted tokens: of row b the first `lengths[b]`."""
         self.states_dtype = taps.dtype
         taps = within_range(taps, self.dtype).to(self.device)
         if self.pending is None:
@@ -141,6 +140,8 @@ def _choose(scores: torch.Tensor, do_sample: bool) -> tuple[torch.Tensor, torch.
     if not do_sample:
         return scores.argmax(dim=-1), None
     probs = to_float32(scores).softmax(dim=-1)
+    # A draft may overflow, or its own vocabulary may have no token that the processors allow; any guess is lossless.
+    probs = torch.where(probs.sum(dim=-1, keepdim=True).isfinite(), probs, 1.0 / probs.shape[-1])
     return sample(probs), probs
 
 
