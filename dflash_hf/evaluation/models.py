@@ -1,0 +1,163 @@
+"""The pair of models that a command runs: the arguments that name it, and loading it with words for what goes wrong."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
+
+
+@dataclass
+class Pair:
+    """A target, its tokenizer, and a draft for it (`None`: the target alone)."""
+
+    target: Any
+    tokenizer: Any
+    draft: Any
+    target_name: str
+    draft_name: str | None
+
+
+def add_pair_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--target`, `--draft`, `--dtype` and `--device`."""
+    models = parser.add_argument_group("models")
+    models.add_argument("--target", metavar="NAME", help="folder or Hub name (default: the embedded SmolLM2-135M)")
+    models.add_argument("--draft", metavar="NAME", help="folder or Hub name, any published format (default: its own)")
+    models.add_argument("--dtype", default="auto", help=f"{', '.join(DTYPES)} (default: auto, as in the file)")
+    models.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
+
+
+def load_pair(args: argparse.Namespace, with_draft: bool = True) -> Pair:
+    """Load what the arguments name, saying on standard error what is being loaded.
+
+    Raises:
+        ValueError: If a name, dtype or device is unknown, a file is damaged, or target and draft do not pair.
+        OSError: If a folder, a repository or a file is missing.
+    """
+    device = pick_device(args.device)
+    dtype = pick_dtype(args.dtype)
+    if args.target is not None and args.draft is None and with_draft:
+        raise ValueError(
+            f"--target is {args.target} but no --draft is named, and a draft fits one target only; name the draft that "
+            "was trained for it, or leave --target out to use the embedded pair."
+        )
+    target, tokenizer, target_name = load_target(args.target, dtype, device)
+    draft, draft_name = load_draft_for(target, args.draft) if with_draft else (None, None)
+    return Pair(target, tokenizer, draft, target_name, draft_name)
+
+
+def load_target(name: str | None, dtype: Any, device: str) -> tuple[Any, Any, str]:
+    """A target in evaluation mode, its tokenizer and its name; the embedded one where none is named."""
+    from ..embedded import TARGET_NAME, embedded_target_path
+
+    if name is not None and name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+        raise ValueError(f"The target folder {name} does not exist; name a folder with a model, or a model of the Hub.")
+    source = name if name is not None else str(embedded_target_path())
+    shown = name if name is not None else TARGET_NAME
+    with announced(f"target {shown}"):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        tokenizer = readable(shown, lambda: AutoTokenizer.from_pretrained(source))
+        target = readable(shown, lambda: AutoModelForCausalLM.from_pretrained(source, dtype=dtype))
+        return target.to(device).eval(), tokenizer, shown
+
+
+def load_draft_for(target: Any, name: str | None) -> tuple[Any, str]:
+    """A draft that pairs with the target, in its dtype and on its device, and its name."""
+    from ..checkpoints.loading import load_draft
+    from ..embedded import default_draft_path
+
+    source = name if name is not None else str(default_draft_path())
+    with announced(f"draft {source}"):
+        draft = readable(source, lambda: load_draft(source, target=target))
+    return draft.eval(), name if name is not None else Path(source).name
+
+
+def readable(name: str, load: Callable[[], Any]) -> Any:
+    """What `load()` returns; damaged files become a `ValueError` that names them."""
+    from safetensors import SafetensorError
+
+    try:
+        return load()
+    except SafetensorError as error:
+        raise ValueError(f"The weights of {name} cannot be read ({error}); download them again.") from error
+
+
+@contextmanager
+def announced(what: str) -> Iterator[None]:
+    """Say on standard error what is being loaded, then how long it took."""
+    start = time.perf_counter()
+    print(f"Loading the {what} ...", file=sys.stderr, flush=True)
+    yield
+    print(f"Loaded in {time.perf_counter() - start:.1f} s.", file=sys.stderr, flush=True)
+
+
+def pick_dtype(name: str) -> Any:
+    """A torch dtype by name, or "auto".
+
+    Raises:
+        ValueError: If there is no such dtype.
+    """
+    if name not in DTYPES:
+        raise ValueError(f"--dtype is {name!r}, which is none of {', '.join(DTYPES)}; choose one of them.")
+    if name == "auto":
+        return name
+    import torch
+
+    return getattr(torch, name)
+
+
+def pick_device(name: str) -> str:
+    """A device that is there; "auto" is a GPU where there is one.
+
+    Raises:
+        ValueError: If there is no such device.
+    """
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise ValueError(f"--device {name!r} cannot be used ({reason}); choose cpu, or a device that is there.") from None
+    return name
+
+
+def encode_chat(
+    tokenizer: Any, messages: list[dict[str, str]], template_kwargs: dict[str, Any] | None = None
+) -> list[int]:
+    """Token ids of a conversation up to where the answer begins; its bare text where the tokenizer has no template."""
+    if not getattr(tokenizer, "chat_template", None):
+        return list(tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"])
+    encoded = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=True, **(template_kwargs or {})
+    )
+    return list(encoded["input_ids"])
+
+
+def check_length(target: Any, prompt_length: int, max_new_tokens: int) -> None:
+    """Refuse a generation that the target has no positions for.
+
+    Raises:
+        ValueError: If prompt and new tokens are together longer than the target's context.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens is {max_new_tokens}; it must be at least 1.")
+    context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if context is not None and prompt_length + max_new_tokens > context:
+        raise ValueError(
+            f"The prompt has {prompt_length} tokens and --max-new-tokens is {max_new_tokens}, together more than the "
+            f"target's context of {context} (`max_position_embeddings`); shorten one of them."
+        )
+
+
+__all__ = ["Pair", "add_pair_arguments", "check_length", "encode_chat", "load_pair", "pick_device", "pick_dtype"]

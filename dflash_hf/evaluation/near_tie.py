@@ -1,0 +1,124 @@
+"""Is an output plain `generate`'s, and where it is not, was it a near tie of the target's own scores?
+
+In half precision a forward of a block and a forward of one token round differently, so where two tokens' scores are
+almost equal either may win, and both texts are greedy texts of the target. Nothing else may differ: the check replays
+the common prefix through plain `generate` and looks at the scores of the two tokens that followed it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+# How many steps of the dtype, at the top score's size, count as a tie. On the embedded target in bfloat16 (scores of
+# 16 to 32, steps of 0.125) a forward over a whole text and one token by token put the gap between the first two tokens
+# up to 2 steps apart; 4 leaves room for deeper targets.
+TIE_STEPS = 4
+
+IDENTICAL, NEAR_TIE, WRONG = "identical", "near_tie", "wrong"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How an output compares to plain `generate`'s.
+
+    Attributes:
+        verdict: "identical", "near_tie" or "wrong".
+        position: The first new token that differs, counted from 0; `None` if identical.
+        expected: Plain `generate`'s token there, `None` if its output has ended.
+        found: The token that was found, `None` if the output has ended.
+        gap: How far the worse of the two lies below the target's best score there.
+        tolerance: The largest gap that counts as a tie.
+    """
+
+    verdict: str
+    position: int | None = None
+    expected: int | None = None
+    found: int | None = None
+    gap: float | None = None
+    tolerance: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a record."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def compare(
+    target: Any,
+    prompt_ids: Any,
+    expected: Sequence[int],
+    found: Sequence[int],
+    *,
+    generation_config: Any = None,
+    tie_steps: float = TIE_STEPS,
+) -> Comparison:
+    """Compare new tokens with those of plain greedy `generate`.
+
+    Args:
+        target: The target.
+        prompt_ids: What both outputs continue, (1, S).
+        expected: New tokens of plain `generate`.
+        found: New tokens to judge.
+        generation_config: What both were generated with, so that its logits processors shape the scores.
+        tie_steps: Tolerance, in steps of the target's dtype at the size of the top score.
+    """
+    expected, found = list(expected), list(found)
+    if expected == found:
+        return Comparison(IDENTICAL)
+    position = next(
+        (i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), min(len(expected), len(found))
+    )
+    if position == min(len(expected), len(found)):  # one ended where the other went on: no score explains that
+        at = (expected[position : position + 1] or [None])[0], (found[position : position + 1] or [None])[0]
+        return Comparison(WRONG, position, *at)
+    scores = scores_after(target, prompt_ids, expected[:position], generation_config)
+    gap, tolerance = tie_gap(scores, (expected[position], found[position]), target.dtype, tie_steps)
+    verdict = NEAR_TIE if gap <= tolerance else WRONG
+    return Comparison(verdict, position, expected[position], found[position], gap, tolerance)
+
+
+def scores_after(target: Any, prompt_ids: Any, new_tokens: Sequence[int], generation_config: Any = None) -> Any:
+    """The target's processed scores (V,) of the token after `prompt_ids` (1, S) and `new_tokens`, replayed."""
+    import copy
+
+    import torch
+
+    config = copy.deepcopy(generation_config or target.generation_config)
+    config.max_new_tokens, config.max_length, config.min_new_tokens = 1, None, None
+    config.do_sample, config.temperature, config.top_p, config.top_k = False, None, None, None
+    config.output_scores = config.return_dict_in_generate = True
+    prefix = torch.cat([prompt_ids, prompt_ids.new_tensor([list(new_tokens)])], dim=1)
+    output = target.generate(prefix, attention_mask=torch.ones_like(prefix), generation_config=config)
+    return output.scores[0][0]
+
+
+def tie_gap(scores: Any, tokens: Sequence[int], dtype: Any, tie_steps: float = TIE_STEPS) -> tuple[float, float]:
+    """How far the worst of `tokens` lies below the best of `scores` (V,), and the largest distance that is a tie."""
+    import torch
+
+    best = float(scores.max())
+    gap = max(best - float(scores[token]) for token in tokens)
+    exponent = math.floor(math.log2(max(abs(best), torch.finfo(dtype).tiny)))
+    return gap, tie_steps * 2.0**exponent * torch.finfo(dtype).eps
+
+
+def describe(comparison: Comparison, tokenizer: Any) -> str:
+    """A comparison in one sentence for a reader."""
+    if comparison.verdict == IDENTICAL:
+        return "identical to the target alone, token for token"
+    place = f"new token {comparison.position + 1}"
+    if comparison.gap is None:
+        return f"WRONG: one of the two outputs ends before {place}, where the other goes on"
+    texts = [repr(tokenizer.decode([token])) for token in (comparison.expected, comparison.found)]
+    scores = (
+        f"at {place} ({texts[0]} alone, {texts[1]} with the draft), where the target's scores of the two are within "
+        f"{comparison.gap:.3g} of its best (a tie is {comparison.tolerance:.3g} or less)"
+    )
+    if comparison.verdict == NEAR_TIE:
+        return f"they part {scores}: a near tie, which rounding may decide either way"
+    return f"WRONG: they part {scores}, which rounding does not explain"
+
+
+__all__ = ["IDENTICAL", "NEAR_TIE", "WRONG", "Comparison", "compare", "describe", "scores_after", "tie_gap"]
