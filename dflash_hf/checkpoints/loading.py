@@ -35,6 +35,8 @@ def load_draft(
         ValueError: If a file is damaged, the draft is of no known format, has a field that matters and is not
             understood, lacks a tensor or holds one without a place, or does not fit the target.
     """
+    from transformers import GenerationConfig
+
     from ..modeling_dflash import Qwen3DFlashForDraft
 
     kwargs = dict(from_pretrained_kwargs)
@@ -45,9 +47,10 @@ def load_draft(
         kwargs["dtype"] = target.dtype
     kwargs.setdefault("dtype", kwargs.pop("torch_dtype", "auto"))
     config.name_or_path = str(name_or_path)
+    draft = Qwen3DFlashForDraft.from_pretrained(None, config=config, state_dict=tensors, **kwargs)
     # Only a draft saved by this package has a generation config of its own beside the weights.
-    source = folder if found == OWN else None
-    draft = Qwen3DFlashForDraft.from_pretrained(source, config=config, state_dict=tensors, **kwargs)
+    if found == OWN and (folder / "generation_config.json").is_file():
+        draft.generation_config = GenerationConfig.from_pretrained(folder)
     if target is not None:
         if "device_map" not in kwargs:
             draft = draft.to(target.device)
