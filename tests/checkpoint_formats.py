@@ -3,6 +3,7 @@
 `python tests/checkpoint_formats.py` writes the document anew; a test fails while it is out of date.
 """
 
+# ruff: noqa: E501 (rows of a Markdown table)
 from __future__ import annotations
 
 from collections.abc import Callable

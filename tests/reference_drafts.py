@@ -1,7 +1,7 @@
-"""Tiny drafts in every published format, written by the projects that define the formats, with those projects' forwards.
+"""Tiny drafts in every published format, written by the projects that define the formats, with their own forwards.
 
-Each writer saves a checkpoint and returns a `Reference`: that project's own hidden states and greedy proposals. Where a
-project is not on the package index (DeepSpec, ModelOpt, Laguna), its checkpoint is put together from the documented
+Each writer saves a checkpoint and returns a `Reference`: that project's own hidden states and greedy proposals. Where
+a project is not on the package index (DeepSpec, ModelOpt, Laguna), its checkpoint is put together from the documented
 names and fields around dflash's body, and what differs is computed by hand.
 
 Shapes: B batch (always 1), S context, K block, P proposals, H hidden, V vocabulary, L taps.
@@ -87,7 +87,7 @@ def reference_acceptance(reference: Reference, target: Any, prompt: torch.Tensor
     return lengths
 
 
-# --- z-lab: dflash 0.1.0 ----------------------------------------------------------------------------------------------
+# --- z-lab: dflash 0.1.0 ---------------------------------------------------------------------------------------------
 
 
 def zlab_reference(folder: Path, *, architecture: str = "DFlashDraftModel", **fields: Any) -> Reference:
@@ -131,7 +131,7 @@ def zlab_sliding_bidirectional(folder: Path) -> Reference:
 
 
 def zlab_nested_scaled(folder: Path) -> Reference:
-    """Newer drafts keep the block size inside `dflash_config`; drafts for Gemma also scale and cap; more taps than layers."""
+    """Newer drafts keep the block size inside `dflash_config`, drafts for Gemma scale and cap; more taps than layers."""
     nested = {
         "block_size": BLOCK,
         "target_layer_ids": [0, 1, 3],
@@ -446,7 +446,7 @@ def deepspec_reference(folder: Path, markov_rank: int) -> Reference:
 
 
 def modelopt(folder: Path) -> Reference:
-    """ModelOpt: `causal` for all layers, `use_swa`, attention sinks and a value scale, by the formulas of MiMo's model."""
+    """ModelOpt: `causal` for all layers, `use_swa`, attention sinks and a value scale, by MiMo's formulas."""
     return modelopt_reference(folder, {"causal": True, "use_swa": True, "swa_window_size": WINDOW})
 
 

@@ -11,6 +11,13 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
+from dflash_hf import load_draft
+from dflash_hf.checkpoints import read_draft
+from dflash_hf.checkpoints.formats import model_name
+from helpers import tiny_target
+from hub_server import HubServer
 from reference_drafts import (
     BLOCK,
     MASK,
@@ -25,13 +32,6 @@ from reference_drafts import (
     zlab,
     zlab_sliding,
 )
-from safetensors.torch import load_file, save_file
-
-from dflash_hf import load_draft
-from dflash_hf.checkpoints import read_draft
-from dflash_hf.checkpoints.formats import model_name
-from helpers import tiny_target
-from hub_server import HubServer
 
 
 @pytest.fixture(scope="module")
