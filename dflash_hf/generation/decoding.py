@@ -1,11 +1,13 @@
 """The decoding loop: draft a block, verify it in one forward of the target, commit what stands.
 
-One loop serves single sequences and batches, greedy decoding and sampling. Transformers' own assisted loop is not
-used: it takes one row, checks stopping criteria once a block instead of once a token, calls stateful logits processors
-on refused candidates, and feeds a cache handed over from an earlier turn from its start. `DFlashCandidateGenerator`
-still works under it for who calls it directly.
+One loop serves single sequences and batches, chains and trees, dense and recurrent targets, greedy decoding and
+sampling. Transformers' own assisted loop is not used: it takes one row and one chain, refuses caches that cannot be
+cropped, checks stopping criteria once a block instead of once a token, calls stateful logits processors on refused
+candidates, and reads a cache handed over from an earlier turn from its start. `DFlashCandidateGenerator` still works
+under it for who calls it directly.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,12 +15,17 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.utils import logging
 
-from .drafting import Drafter, choose_candidates
+from .compat import get_cache
+from .drafting import Drafter
 from .processors import BlockProcessor
+from .proposals import Proposal, Proposer
+from .rollback import why_not_croppable
 from .sequences import Sequences
 from .settings import DraftSettings
 from .stopping import StopRule
 from .target_runner import TargetRunner
+from .tree import node_contexts, walk
+from .tree_support import why_no_tree
 from .verification import Verdict, accept_greedy, accept_sampled, accept_stepwise
 
 logger = logging.get_logger(__name__)
@@ -43,7 +50,7 @@ def decode(
     Returns:
         Token ids (B, length), or a `DFlashGenerateOutput` under `return_dict_in_generate`.
     """
-    reason = why_not_drafted(input_ids, logits_processor, stopping_criteria)
+    reason = why_not_drafted(input_ids, logits_processor, stopping_criteria, get_cache(model_kwargs))
     if reason is not None:
         logger.warning_once(f"Generating without the draft: {reason}.")
         return target._sample(
@@ -60,15 +67,23 @@ def decode(
 
 
 def why_not_drafted(
-    input_ids: torch.Tensor, logits_processor: LogitsProcessorList, stopping_criteria: StoppingCriteriaList
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    cache: Any,
 ) -> str | None:
     """Why a call cannot be drafted without changing its result; `None` if it can."""
+    if cache is not None and (reason := why_not_croppable(cache)):
+        return reason
     if input_ids.shape[0] == 1:
         return None
     if BlockProcessor(logits_processor, 1).is_stateful:
         names = ", ".join(type(processor).__name__ for processor in logits_processor)
         return f"a logits processor may remember what it was shown, or tell the rows of a batch apart ({names})"
     rule = StopRule(stopping_criteria, 0)
+    if not rule.is_rowwise:
+        names = ", ".join(type(criterion).__name__ for criterion in rule.others)
+        return f"a stopping criterion may judge the rows of a batch together, or count its calls ({names})"
     if rule.others and not rule.eos_token_ids:
         return "a batch without an end-of-sequence token goes on until its own stopping criterion holds for every row"
     return None
@@ -88,8 +103,8 @@ class DecodingLoop:
         model_kwargs: dict[str, Any],
     ):
         self.target = target
-        self.settings = DraftSettings.read(draft, generation_config)
         self.do_sample = generation_config.do_sample
+        self.settings = DraftSettings.read(draft, generation_config)
         self.processor = BlockProcessor(logits_processor, input_ids.shape[0])
         self.stop_rule = StopRule(stopping_criteria, generation_config.max_length)
         self.sequences = Sequences(input_ids, generation_config)
@@ -98,20 +113,25 @@ class DecodingLoop:
         self.drafter = Drafter(
             draft, target.get_input_embeddings(), target.get_output_embeddings(), self.settings.context_length
         )
+        self.proposer = Proposer(self.drafter, self.processor, self.settings, self.do_sample)
+        self.tree_budget = 0  # decided after the prefill
         self.rows = list(range(input_ids.shape[0]))  # rows still running
 
     def run(self, streamer: Any, synced_gpus: bool) -> Any:
         """Prefill, then rounds until every row has stopped."""
         self.streamer = streamer
-        self._prefill()
-        while self.target._has_unfinished_sequences(not self.rows, synced_gpus, self.sequences.buffer.device):
-            if self.rows:
-                self._round()
-            else:
-                self._keep_peers_company()
+        try:
+            self._prefill()
+            while self.target._has_unfinished_sequences(not self.rows, synced_gpus, self.sequences.buffer.device):
+                if self.rows:
+                    self._round()
+                else:
+                    self._keep_peers_company()
+        finally:
+            self.runner.close()
         if streamer is not None:
             streamer.end()
-        return self.sequences.output(self.runner.release())
+        return self.sequences.output(self.runner.cache)
 
     def _prefill(self) -> None:
         """Run the prompt and commit the token that follows it; it belongs to no round."""
@@ -119,107 +139,104 @@ class DecodingLoop:
         outputs, taps, lengths, past = self.runner.prefill(ids)
         self.drafter.begin(len(self.rows), past)
         self.drafter.observe(taps, lengths)
-        nothing = ids.new_empty(len(self.rows), 0)
-        self._commit(outputs, outputs.logits[:, -1:], nothing, None, is_round=False)
+        logits = outputs.logits[:, -1:].to(ids.device)
+        self._commit(outputs, logits, Proposal(ids.new_empty(len(self.rows), 0)), is_round=False)
+        if self.rows:
+            anchors = self.sequences.anchors(self.rows)
+            self.runner.check_continues(anchors)
+            self.tree_budget = self._usable_tree_budget(anchors)
+
+    def _usable_tree_budget(self, anchors: torch.Tensor) -> int:
+        """The tree budget that was set, or 0 with one warning where this call can verify chains only."""
+        if not self.settings.tree_budget:
+            return 0
+        if self.processor.is_stateful:
+            reason: str | None = "a logits processor may remember what it was shown, so it must see one path only"
+        elif self.sequences.attentions is not None:
+            reason = "`output_attentions` describes one path only"
+        else:
+            reason = why_no_tree(self.runner, anchors)
+        if reason is not None:
+            logger.warning_once(f"Drafting a chain instead of a tree: {reason}.")
+            return 0
+        return self.settings.tree_budget
 
     def _round(self) -> None:
         """Draft, verify, commit (the design's round, arXiv 2602.06036, section 3)."""
-        candidates, draft_probs = self._propose()
-        block = torch.cat([self.sequences.anchors(self.rows), candidates], dim=1)  # (B, P + 1)
-        outputs = self.runner.verify(block)
-        self._commit(outputs, outputs.logits, candidates, draft_probs, is_round=True)
-
-    def _propose(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Candidates (B, P) and their distributions; P shrinks where fewer tokens are left to generate."""
         anchors = self.sequences.anchors(self.rows)
-        remaining = self.stop_rule.max_length - min(self.sequences.lengths[row] for row in self.rows)
-        config = self.drafter.draft.config
-        num_slots = min(config.block_size, remaining + 1)
-        silent_slots = config.block_size - config.num_proposals
-        num_proposals = min(self.settings.num_proposals, num_slots - silent_slots, remaining - 1)
-        if num_proposals < 1:
-            return anchors[:, :0], None
-        logits = self.drafter.block_logits(anchors, num_slots)[:, :num_proposals]
+        remaining = self.stop_rule.max_length - max(self.sequences.lengths[row] for row in self.rows)
         prefixes = [self.sequences.prefix(row) for row in self.rows]
-        candidates, probs = choose_candidates(
-            logits, self.processor, self.rows, prefixes, self.do_sample, self.drafter.refine
-        )
-        return self._cut_unconfident(logits, candidates, probs)
+        proposal = self.proposer.propose(self.rows, prefixes, anchors, remaining, self.tree_budget)
+        outputs = self.runner.verify(torch.cat([anchors, proposal.tokens], dim=1), proposal.tree)
+        self._commit(outputs, outputs.logits.to(anchors.device), proposal, is_round=True)
 
-    def _cut_unconfident(
-        self, logits: torch.Tensor, candidates: torch.Tensor, probs: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """End the block behind the first candidate below the confidence threshold.
-
-        That candidate itself is verified. To drop it because of its own probability would bias sampling: the target
-        would judge likely draws only, and draw the rest afresh.
-        """
-        if self.settings.confidence_threshold <= 0:
-            return candidates, probs
-        known = logits.float().softmax(dim=-1) if probs is None else probs
-        confident = known.gather(-1, candidates[..., None])[..., 0] >= self.settings.confidence_threshold
-        width = min(int(confident.long().cumprod(dim=1).sum(dim=1).max()) + 1, candidates.shape[1])
-        return candidates[:, :width], None if probs is None else probs[:, :width]
-
-    def _commit(
-        self,
-        outputs: Any,
-        logits: torch.Tensor,
-        candidates: torch.Tensor,
-        draft_probs: torch.Tensor | None,
-        is_round: bool,
-    ) -> None:
+    def _commit(self, outputs: Any, logits: torch.Tensor, proposal: Proposal, is_round: bool) -> None:
         """Accept, append up to where a row stops, roll the caches back to what was kept, let stopped rows leave."""
-        verdict, scores = self._accept(logits, candidates, draft_probs)
+        verdict, scores = self._accept(logits, proposal)
+        if verdict.order is not None:
+            logits, scores = _in_order(logits, verdict.order), _in_order(scores, verdict.order)
+        committed = verdict.to_host()
+        if is_round and not self.runner.can_be_ragged:  # rows of a cache that keeps them level advance together
+            level = min(len(tokens) for tokens in committed)
+            committed = [tokens[:level] for tokens in committed]
         counts, still_running = [], []
-        for index, (row, tokens) in enumerate(zip(self.rows, verdict.to_host(), strict=True)):
-            count, stops = self._commit_row(row, index, tokens, outputs, logits, scores, candidates)
+        for index, tokens in enumerate(committed):
+            count, stops = self._commit_row(index, tokens, outputs, logits, scores, verdict.order)
             counts.append(count)
             if is_round:
-                self.sequences.acceptance_lengths[row].append(count)
+                self.sequences.acceptance_lengths[self.rows[index]].append(count)
             if not stops:
                 still_running.append(index)
         if is_round:
-            width = candidates.shape[1] + 1
             taps = self.runner.taps(outputs)
             del outputs
-            self.runner.keep(counts, width)
+            if verdict.order is not None:
+                taps = _in_order(taps, verdict.order)
+            self.runner.keep(counts, proposal.width, verdict.order)
             self.drafter.observe(taps[:, : max(counts)], counts)
         self._leave(still_running)
 
-    def _accept(
-        self, logits: torch.Tensor, candidates: torch.Tensor, draft_probs: torch.Tensor | None
-    ) -> tuple[Verdict, torch.Tensor]:
-        """The verdict, and the processed scores it was reached on (B, P + 1 or fewer, V)."""
-        logits = logits.to(candidates.device)
+    def _accept(self, logits: torch.Tensor, proposal: Proposal) -> tuple[Verdict, torch.Tensor]:
+        """The verdict, and the processed scores (B, W or fewer, V) that it was reached on."""
         prefixes = [self.sequences.prefix(row) for row in self.rows]
         if self.processor.is_stateful:
-            seen: list[torch.Tensor] = []
-
-            def score_at(step: int) -> torch.Tensor:
-                prefix = torch.cat([prefixes[0], candidates[:, :step]], dim=1)
-                seen.append(self.processor.one(0, prefix, logits[:, step]))
-                return seen[-1]
-
-            verdict = accept_stepwise(candidates, draft_probs, score_at, self.do_sample)
-            return verdict, torch.stack(seen, dim=1)
-        scores = self.processor.block(self.rows, prefixes, candidates, logits)
+            return self._accept_stepwise(logits, proposal, prefixes[0])
+        if proposal.tree is not None:
+            if self.processor.is_empty or self.processor.is_pointwise:
+                scores = self.processor.pointwise(logits)
+            else:
+                scores = self.processor.in_context(self.rows, node_contexts(proposal.tree, prefixes), logits)
+            return walk(proposal.tree, scores, self.do_sample), scores
+        scores = self.processor.chain(self.rows, prefixes, proposal.tokens, logits)
         if self.do_sample:
-            return accept_sampled(candidates, draft_probs, scores), scores
-        return accept_greedy(candidates, scores), scores
+            return accept_sampled(proposal.tokens, proposal.probs, scores), scores
+        return accept_greedy(proposal.tokens, scores), scores
+
+    def _accept_stepwise(
+        self, logits: torch.Tensor, proposal: Proposal, prefix: torch.Tensor
+    ) -> tuple[Verdict, torch.Tensor]:
+        """Accept one row's chain while showing the processors accepted prefixes only, each once and in order."""
+        seen: list[torch.Tensor] = []
+
+        def score_at(step: int) -> torch.Tensor:
+            context = torch.cat([prefix, proposal.tokens[:, :step]], dim=1)
+            seen.append(self.processor.one(0, context, logits[:, step]))
+            return seen[-1]
+
+        verdict = accept_stepwise(proposal.tokens, proposal.probs, score_at, self.do_sample)
+        return verdict, torch.stack(seen, dim=1)
 
     def _commit_row(
         self,
-        row: int,
         index: int,
-        tokens: list[int],
+        tokens: Sequence[int],
         outputs: Any,
         logits: torch.Tensor,
         scores: torch.Tensor,
-        candidates: torch.Tensor,
+        order: torch.Tensor | None,
     ) -> tuple[int, bool]:
         """Append a row's tokens up to where it stops; returns how many, and whether it stops."""
-        sequences = self.sequences
+        row, sequences = self.rows[index], self.sequences
         sequences.record_scores(row, scores[index, : len(tokens)], logits[index, : len(tokens)])
         count, stops = self.stop_rule.committed(
             sequences.lengths[row],
@@ -227,7 +244,8 @@ class DecodingLoop:
             lambda n: sequences.prefix(row, tokens[:n]),
             lambda n: sequences.scores_at(row, n),
         )
-        sequences.record_states(row, index, outputs, 0, count, self.runner.cache)
+        positions = range(count) if order is None else order[index, :count].tolist()
+        sequences.record_states(row, index, outputs, positions, self.runner.cache)
         sequences.append(row, tokens[:count])
         sequences.trim_scores(row)
         if self.streamer is not None:
@@ -236,6 +254,7 @@ class DecodingLoop:
         return count, stops
 
     def _leave(self, still_running: list[int]) -> None:
+        """Let stopped rows go: they are neither drafted for, nor verified, nor stored from now on."""
         if len(still_running) == len(self.rows):
             return
         self.rows = [self.rows[index] for index in still_running]
@@ -247,6 +266,11 @@ class DecodingLoop:
         """Other processes still generate, and sharded weights need every process in every forward."""
         self.runner.verify(self.sequences.anchors([0]))
         self.runner.keep([0], 1)
+
+
+def _in_order(states: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Positions of (B, W, n) in the order (B, W)."""
+    return states.gather(1, order[..., None].to(states.device).expand(-1, -1, states.shape[2]))
 
 
 __all__ = ["DecodingLoop", "decode"]

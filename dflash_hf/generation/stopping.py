@@ -4,7 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 
 class StopRule:
@@ -12,6 +18,10 @@ class StopRule:
 
     Length and end-of-sequence are compared on the host, on tokens it has anyway; every other criterion is called with
     the exact prefix after each token, since it may hold in the middle of a block.
+
+    Attributes:
+        is_rowwise: Every criterion judges each row by its own tokens. One of the caller's own may not: it may count its
+            calls, or compare rows.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, max_length: int):
@@ -25,6 +35,7 @@ class StopRule:
                 self.eos_token_ids.update(torch.as_tensor(criterion.eos_token_id).flatten().tolist())
             else:
                 self.others.append(criterion)
+        self.is_rowwise = all(type(criterion) in (MaxTimeCriteria, StopStringCriteria) for criterion in self.others)
 
     def committed(
         self,
