@@ -108,7 +108,7 @@ class DFlashConfig(Qwen3Config):
         dflash_config: dict[str, Any] | None = None,
         **kwargs: Any,
     ):
-        flat = {
+        flat: dict[str, Any] = {
             "block_size": block_size,
             "mask_token_id": mask_token_id,
             "target_layer_ids": target_layer_ids,
