@@ -116,9 +116,7 @@ def choose_candidates(
     if refine is None and not applies:
         return _choose(logits, do_sample)
     if refine is None and processor.is_pointwise:
-        return _choose(
-            processor.block(rows, prefixes, logits.new_zeros(logits.shape[:2], dtype=torch.long), logits), do_sample
-        )
+        return _choose(processor.pointwise(logits), do_sample)
     tokens = [torch.cat([prefix[:, -1:] for prefix in prefixes])]  # the anchors (B, 1)
     probs: list[torch.Tensor] = []
     for step in range(logits.shape[1]):

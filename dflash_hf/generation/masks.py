@@ -44,7 +44,9 @@ def to_attention_mask(visible: torch.Tensor | None, implementation: str | None, 
     visible = visible[:, None]  # (B, 1, Q, T)
     if implementation == "sdpa":
         return visible
-    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
+        ~visible, torch.finfo(dtype).min
+    )
 
 
 def tree_visibility(

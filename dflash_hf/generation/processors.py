@@ -67,7 +67,7 @@ class BlockProcessor:
         """Scores (1, V) of the token after `prefix` (1, n) in row `row` of the original batch, from logits (1, V)."""
         return self.by_row[row](prefix, to_float32(logits))
 
-    def block(
+    def chain(
         self, rows: Sequence[int], prefixes: Sequence[torch.Tensor], candidates: torch.Tensor, logits: torch.Tensor
     ) -> torch.Tensor:
         """Scores of W positions of every row, each after the prefix and the candidates before it.
@@ -78,25 +78,31 @@ class BlockProcessor:
             candidates: (B, W - 1) or more.
             logits: (B, W, V).
         """
+        if self.is_empty or self.is_pointwise:
+            return self.pointwise(logits)
+        contexts = [
+            [torch.cat([prefix, candidates[i : i + 1, :step]], dim=1) for step in range(logits.shape[1])]
+            for i, prefix in enumerate(prefixes)
+        ]
+        return self.in_context(rows, contexts, logits)
+
+    def pointwise(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scores (B, W, V) where no processor reads the context; the logits themselves where there is none."""
         if self.is_empty:
             return logits
-        logits = to_float32(logits)
-        if self.is_pointwise:
-            batch_size, width, vocab_size = logits.shape
-            no_context = candidates.new_zeros(batch_size * width, 1)
-            return self.processors(no_context, logits.reshape(-1, vocab_size)).view(logits.shape)
-        scores = [
-            torch.cat(
-                [
-                    self.by_row[row](
-                        torch.cat([prefixes[i], candidates[i : i + 1, :step]], dim=1), logits[i, step][None]
-                    )
-                    for step in range(logits.shape[1])
-                ]
-            )
-            for i, row in enumerate(rows)
-        ]
-        return torch.stack(scores)
+        no_context = torch.zeros(logits.shape[0] * logits.shape[1], 1, dtype=torch.long, device=logits.device)
+        return self.processors(no_context, to_float32(logits).flatten(0, 1)).view(logits.shape)
+
+    def in_context(
+        self, rows: Sequence[int], contexts: Sequence[Sequence[torch.Tensor]], logits: torch.Tensor
+    ) -> torch.Tensor:
+        """Scores (B, W, V) where position w of row b stands behind the tokens `contexts[b][w]`, (1, n)."""
+        return torch.stack(
+            [
+                torch.cat([self.one(row, context, logits[i, w][None]) for w, context in enumerate(contexts[i])])
+                for i, row in enumerate(rows)
+            ]
+        )
 
 
 def to_float32(logits: torch.Tensor) -> torch.Tensor:

@@ -2,20 +2,75 @@
 
 One row, or rows that accept the same number, crop. Ragged rows are realigned to the right, which leaves an ordinary
 left-padded batch: sliding windows, masks and every attention implementation keep their meaning, and the cache is as
-wide as its longest row.
+wide as its longest row. Recurrent layers have no columns to crop; `recurrent` restores them.
 
-Shapes: B batch, G key/value heads, T cached columns, D head size.
+Shapes: B batch, G key/value heads, T cached columns, W verified positions, D head size.
 """
 
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import cache_utils as cu
+
+LINEAR = cu.LinearAttentionCacheLayerMixin
+_REALIGNABLE = {
+    getattr(cu, name)
+    for name in (
+        "DynamicLayer",
+        "DynamicSlidingWindowLayer",
+        "LinearAttentionLayer",
+        "LinearAttentionAndFullAttentionLayer",
+        "LinearAttentionAndSlidingWindowAttentionLayer",
+        "DummyLayer",
+    )
+    if hasattr(cu, name)
+}
+
+
+def has_columns(layer: Any) -> bool:
+    """Whether a cache layer keeps keys and values (B, G, T, D) that have been written."""
+    return isinstance(layer, cu.CacheLayerMixin) and layer.is_initialized
 
 
 def can_realign(cache: Any) -> bool:
-    """Whether every layer keeps plain (B, G, T, D) keys and values, all columns or those of a sliding window."""
-    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    """Whether rows of this cache can keep different numbers of tokens."""
+    return all(type(layer) in _REALIGNABLE for layer in cache.layers)
+
+
+def why_not_croppable(cache: Any) -> str | None:
+    """Why tokens cannot be taken back from this cache; `None` if they can."""
+    for layer in cache.layers:
+        if type(layer) in _REALIGNABLE or type(layer) is cu.StaticLayer:
+            continue
+        if isinstance(layer, LINEAR) and not isinstance(layer, cu.CacheLayerMixin):
+            continue
+        if not getattr(layer, "is_croppable", False) or not hasattr(layer, "crop"):
+            return f"a {type(layer).__name__} of the target's cache cannot take tokens back"
+    return None
+
+
+def record_past(cache: Any) -> None:
+    """Make sliding layers keep what a verification pushes out of their window, until it is cropped."""
+    for layer in cache.layers:
+        if hasattr(layer, "record_past") and isinstance(layer, cu.CacheLayerMixin):
+            layer.record_past = True
+
+
+def crop(cache: Any, count: int) -> None:
+    """Drop the last `count` columns of every layer that has columns; with 0, sliding layers only shrink back."""
+    for layer in cache.layers:
+        if not has_columns(layer):
+            continue
+        if isinstance(layer, cu.StaticLayer):
+            layer.cumulative_length.sub_(count)  # 5.17 has no `crop` here
+            if hasattr(layer, "cumulative_length_int"):
+                layer.cumulative_length_int -= count
+        elif isinstance(layer, cu.DynamicSlidingWindowLayer):
+            cu.DynamicSlidingWindowLayer.crop(layer, -count)
+        elif isinstance(layer, LINEAR):
+            cu.DynamicLayer.crop(layer, -count)
+        else:
+            layer.crop(-count)
 
 
 def realign(cache: Any, removed: torch.Tensor, width: int) -> None:
@@ -27,9 +82,9 @@ def realign(cache: Any, removed: torch.Tensor, width: int) -> None:
             the attention mask must hide.
     """
     for layer in cache.layers:
-        if not layer.is_initialized:
+        if not has_columns(layer):
             continue
-        is_sliding = isinstance(layer, DynamicSlidingWindowLayer)
+        is_sliding = isinstance(layer, cu.DynamicSlidingWindowLayer)
         kept = min(width, layer.sliding_window - 1) if is_sliding else width
         columns = layer.keys.shape[-2]
         index = torch.arange(columns - kept, columns, device=layer.keys.device) - removed[:, None].to(
@@ -41,10 +96,48 @@ def realign(cache: Any, removed: torch.Tensor, width: int) -> None:
             layer.cumulative_length = width
 
 
+def reorder_last(cache: Any, order: torch.Tensor) -> None:
+    """Put the last W columns into `order` (B, W), so that a tree's kept path stands first among them."""
+    width = order.shape[1]
+    for layer in cache.layers:
+        if has_columns(layer):
+            index = order.to(layer.keys.device)
+            for states in (layer.keys, layer.values):
+                states[:, :, -width:] = _take_columns(states[:, :, -width:], index)
+
+
 def _take_columns(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Columns `index` (B, n) of states (B, G, T, D)."""
     index = index[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
     return states.gather(2, index)
 
 
-__all__ = ["can_realign", "realign"]
+class ColumnSnapshot:
+    """The columns of a dynamic cache as they stand; forwards replace its tensors and never write into them."""
+
+    def __init__(self, cache: Any):
+        self.saved = [
+            (layer, layer.keys, layer.values, getattr(layer, "cumulative_length", None))
+            for layer in cache.layers
+            if has_columns(layer)
+        ]
+
+    def restore(self) -> None:
+        """Put the columns back."""
+        for layer, keys, values, cumulative_length in self.saved:
+            layer.keys, layer.values = keys, values
+            if cumulative_length is not None:
+                layer.cumulative_length = cumulative_length
+
+
+__all__ = [
+    "LINEAR",
+    "ColumnSnapshot",
+    "can_realign",
+    "crop",
+    "has_columns",
+    "realign",
+    "record_past",
+    "reorder_last",
+    "why_not_croppable",
+]

@@ -88,13 +88,15 @@ class Sequences:
             if record is not None:
                 del record[row][count:]
 
-    def record_states(self, row: int, index: int, outputs: Any, first: int, count: int, cache: Any) -> None:
-        """Keep hidden states and attentions of `count` query positions from `first` on, one record a token.
+    def record_states(self, row: int, index: int, outputs: Any, positions: Sequence[int], cache: Any) -> None:
+        """Keep hidden states and attentions of some verified positions, one record a token.
 
         `row` is the row of the batch, `index` its place in `outputs`. The prompt is one record, as in `generate`.
         """
+        if self.hidden_states is None and self.attentions is None:
+            return
         is_prompt = self.lengths[row] == self.prompt_length
-        steps = [slice(0, None)] if is_prompt else [slice(first + i, first + i + 1) for i in range(count)]
+        steps = [slice(0, None)] if is_prompt else [slice(i, i + 1) for i in positions]
         if self.hidden_states is not None:
             for step in steps:
                 self.hidden_states[row].append(tuple(s[index : index + 1, step] for s in outputs.hidden_states))

@@ -57,6 +57,12 @@ class DraftSettings:
                 "`assistant_confidence_threshold` must be a probability from 0 to 1, got "
                 f"{settings.confidence_threshold}; 0 never cuts a block."
             )
+        if not isinstance(settings.tree_budget, int) or settings.tree_budget < 0:
+            raise ValueError(
+                f"`draft_tree_budget` must be a number of nodes, 0 for a chain, got {settings.tree_budget!r}; 16 to "
+                "64 "
+                "suits most drafts."
+            )
         if settings.context_length is not None and settings.context_length < 1:
             raise ValueError(
                 f"`draft_context_length` must be at least 1 token, got {settings.context_length}; leave it out to "

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 
 from .compat import CACHE_KEY, get_cache, hidden_states_request, layer_outputs
-from .rollback import can_realign, realign
+from .masks import to_attention_mask, tree_visibility
+from .recurrent import RecurrentStates, check_multi_token_forward
+from .rollback import LINEAR, can_realign, crop, realign, record_past, reorder_last
+from .tree import Tree
 
 
 class TargetRunner:
@@ -43,6 +46,7 @@ class TargetRunner:
         self.attention_mask: torch.Tensor | None = self.model_kwargs.get("attention_mask")  # (B, S)
         position_ids = self.model_kwargs.get("position_ids")
         self.last_position = None if position_ids is None else position_ids[..., -1:]  # (B, 1) or (R, B, 1)
+        self.recurrent: RecurrentStates | None = None
         self.length = 0  # columns of the cache
         self.padding: list[int] = []  # columns of left padding, per row
 
@@ -67,13 +71,25 @@ class TargetRunner:
                 f"{type(self.target).__name__} returned no cache; drafting needs `use_cache=True` and a target that "
                 "keeps its keys and values in a Transformers cache."
             )
-        self.cache.activate_past_recording()
+        record_past(self.cache)
         taps = torch.cat(chunks, dim=1) if len(chunks) > 1 else chunks[0]
         self.length = past + taps.shape[1]
+        self.can_be_ragged = can_realign(self.cache)
+        if any(isinstance(layer, LINEAR) for layer in self.cache.layers):
+            self.recurrent = RecurrentStates(self.target, self.cache)
         return outputs, *self._unpad(taps), past
 
-    def verify(self, block_ids: torch.Tensor) -> Any:
-        """Run anchor and candidates (B, W) behind the cache; logits (B, W, V), taps through `taps`."""
+    def check_continues(self, anchors: torch.Tensor) -> None:
+        """Refuse a recurrent target that cannot verify several tokens at once; `anchors` is (B, 1).
+
+        Raises:
+            ValueError: If several tokens at once give other logits than one at a time.
+        """
+        if self.recurrent is not None:
+            check_multi_token_forward(self, anchors)
+
+    def verify(self, block_ids: torch.Tensor, tree: Tree | None = None) -> Any:
+        """Run anchor and candidates (B, W), a chain or a tree, behind the cache; logits (B, W, V)."""
         batch_size, width = block_ids.shape
         kwargs = {
             key: value for key, value in self.model_kwargs.items() if key not in ("attention_mask", "position_ids")
@@ -81,13 +97,18 @@ class TargetRunner:
         kwargs[CACHE_KEY] = self.cache
         kwargs["attention_mask"] = self._extended_mask(width)
         if self.last_position is not None:
-            step = torch.arange(1, width + 1, device=self.last_position.device)
-            kwargs["position_ids"] = self.last_position + step
+            device = self.last_position.device
+            depth = torch.arange(width, device=device) if tree is None else tree.depths.to(device)
+            kwargs["position_ids"] = self.last_position + 1 + depth
+        if tree is not None:
+            kwargs["attention_mask"] = self._tree_mask(tree)
         self._extend_token_types(kwargs, batch_size, width)
         if "logits_to_keep" in kwargs:
             kwargs["logits_to_keep"] = width
         inputs = self.target.prepare_inputs_for_generation(block_ids, **kwargs)
         inputs["output_hidden_states"] = self.hidden_state_selection
+        if self.recurrent is not None:
+            self.recurrent.save()
         with self.target._optimize_model_for_decode():
             outputs = self.target(**inputs, return_dict=True)
         self.length += width
@@ -97,11 +118,18 @@ class TargetRunner:
         """The tapped layer outputs of a forward, concatenated: (B, W, L * H)."""
         return tapped_states(self.target, outputs, self.target_layer_ids)
 
-    def keep(self, counts: Sequence[int], width: int) -> None:
-        """Keep the first `counts[b]` of the `width` columns the last verification wrote, of every row."""
+    def keep(self, counts: Sequence[int], width: int, order: torch.Tensor | None = None) -> None:
+        """Keep the first `counts[b]` of the `width` tokens of the last verification, of every row.
+
+        `order` (B, W) says in which order they count: a tree's kept path first.
+        """
+        if order is not None:
+            reorder_last(self.cache, order)
+        if self.recurrent is not None:
+            self.recurrent.keep(counts, width)
         most = max(counts)
         if min(counts) == most:
-            self.cache.crop(most - width)
+            crop(self.cache, width - most)
             self.length += most - width
             if self.attention_mask is not None:
                 self.attention_mask = self._extended_mask(most)
@@ -114,12 +142,13 @@ class TargetRunner:
                 added = torch.tensor(counts, device=self.last_position.device)[:, None]
                 self.last_position = self.last_position + added
 
-    def release(self) -> Any:
-        """The cache as it is handed back: it stands for all tokens but the last, and records its past no longer."""
-        for layer in self.cache.layers:
+    def close(self) -> None:
+        """Leave no trace on the target and its cache, which stands for all tokens but the last."""
+        if self.recurrent is not None:
+            self.recurrent.close()
+        for layer in self.cache.layers if self.cache is not None else ():
             if getattr(layer, "record_past", False):
                 layer.record_past = False
-        return self.cache
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Let the other rows leave: they are neither verified nor stored from now on."""
@@ -163,6 +192,20 @@ class TargetRunner:
             return torch.ones(len(self.padding), self.length, dtype=torch.long, device=self.target.device)
         return torch.cat([mask, mask.new_ones(mask.shape[0], width)], dim=1)
 
+    def _tree_mask(self, tree: Tree) -> Any:
+        """The ancestors-only mask in the form that the target takes: one, or one per layer type."""
+        implementation = self.target.config.get_text_config(decoder=True)._attn_implementation
+        windows = {getattr(layer, "sliding_window", None) for layer in self.cache.layers}
+        masks = {
+            "full_attention" if window is None else "sliding_attention": to_attention_mask(
+                tree_visibility(tree.ancestors, tree.depths, self.attention_mask, self.length, window),
+                implementation,
+                self.target.dtype,
+            )
+            for window in windows
+        }
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
     def _extend_token_types(self, kwargs: dict[str, Any], batch_size: int, width: int) -> None:
         """Candidates are text: token types repeat the last one, multimodal types are zero (as `generate` does)."""
         for key in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
@@ -172,7 +215,9 @@ class TargetRunner:
                 kwargs[key] = last.expand(-1, width)
 
     def _cached_length(self) -> int:
-        return 0 if self.cache is None else int(self.cache.get_seq_length())
+        if self.cache is None or all(self.cache.is_linear):
+            return 0
+        return int(self.cache.get_seq_length())
 
     def _unpad(self, taps: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
         """Move every row's real tokens to the front; the draft's cache is aligned on the left."""

@@ -8,6 +8,7 @@ depths finds the optimum that the paper's best-first search finds, without leavi
 Nodes are numbered by depth; node 0 is the anchor. Shapes: B batch, P depths, V vocabulary, N nodes, W = N + 1.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,14 +102,12 @@ def _ancestors(parents: torch.Tensor, num_depths: int) -> torch.Tensor:
     return reach > 0
 
 
-def walk(tree: Tree, scores: torch.Tensor, do_sample: bool) -> tuple[Verdict, torch.Tensor]:
+def walk(tree: Tree, scores: torch.Tensor, do_sample: bool) -> Verdict:
     """Follow the target's own choice from the root while it is a child of the node at hand.
 
     The target chooses once at every node, from its scores (B, W, V) after the node's prefix: its argmax, or a sample
     of its own distribution. Only its own choices are kept, so the result is its own at every temperature.
-
-    Returns:
-        The verdict, and the nodes in the order of the kept path (B, W): the path first, the rest behind it.
+    The verdict's `order` names the nodes of the kept path first.
     """
     if do_sample:
         choice = sample(scores.float().softmax(dim=-1))  # (B, W)
@@ -119,7 +118,18 @@ def walk(tree: Tree, scores: torch.Tensor, do_sample: bool) -> tuple[Verdict, to
     on_path = (matches[:, None, :] | ~tree.ancestors).all(dim=2)
     width = tree.depths.shape[1]
     order = torch.where(on_path, tree.depths, width).argsort(dim=1, stable=True)
-    return Verdict(choice.gather(1, order), on_path.sum(dim=1) - 1), order
+    return Verdict(choice.gather(1, order), on_path.sum(dim=1) - 1, order)
 
 
-__all__ = ["Tree", "build_tree", "walk"]
+def node_contexts(tree: Tree, prefixes: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The tokens that each node's scores stand behind: a row's prefix (1, n) and the path down to the node."""
+    contexts = []
+    for tokens, parents, prefix in zip(tree.tokens, tree.parents.tolist(), prefixes, strict=True):
+        row = [prefix]
+        for node, parent in enumerate(parents[1:]):
+            row.append(torch.cat([row[parent], tokens[None, node : node + 1]], dim=1))
+        contexts.append(row)
+    return contexts
+
+
+__all__ = ["Tree", "build_tree", "node_contexts", "walk"]

@@ -20,10 +20,12 @@ class Verdict:
     Attributes:
         tokens: (B, P + 1): in row b the first `accepted[b]` are accepted candidates, the next is the target's own.
         accepted: (B,) number of accepted candidates.
+        order: (B, W) which verified positions the tokens stand on, where they are not the first ones in turn.
     """
 
     tokens: torch.Tensor
     accepted: torch.Tensor
+    order: torch.Tensor | None = None
 
     def to_host(self) -> list[list[int]]:
         """The committed tokens of each row. The one point of a round where the host waits for the device."""
