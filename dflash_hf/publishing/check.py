@@ -90,7 +90,8 @@ def lint_code(folder: Path) -> list[str]:
     """What the dynamic-module loader would stumble over: it finds relative imports by pattern, docstrings included."""
     from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
-    faults: list[str] = []
+    if faults := [f"{path.name} is not Python" for path in sorted(folder.rglob("*.py")) if not _is_python(path)]:
+        return faults
     entries = [folder / name for name in ("configuration_dflash.py", "modeling_dflash.py")]
     reached, pending = set(), [path for path in entries if path.is_file()]
     while pending:
@@ -107,6 +108,14 @@ def lint_code(folder: Path) -> list[str]:
         faults += [f"{path.name} imports {package}, which a stranger may not have" for package in sorted(foreign)]
     strays = set(folder.rglob("*.py")) - reached
     return faults + [f"{path.relative_to(folder)} is code that nothing imports" for path in sorted(strays)]
+
+
+def _is_python(path: Path) -> bool:
+    try:
+        ast.parse(path.read_text("utf-8"))
+    except (SyntaxError, ValueError):
+        return False
+    return True
 
 
 def _unseen_imports(path: Path) -> list[str]:

@@ -90,7 +90,7 @@ def executed_files() -> list[str]:
     paths = [
         Path(module.__file__).resolve() for module in list(sys.modules.values()) if getattr(module, "__file__", None)
     ]
-    return sorted(path.name for path in paths if cache in path.parents and path.name != "__init__.py")
+    return sorted({path.name for path in paths if cache in path.parents and path.name != "__init__.py"})
 
 
 def main() -> None:
