@@ -43,7 +43,9 @@ def test_text_is_the_targets_own_through_its_chat_template(pair: list[str], caps
 
 
 def test_no_draft_gives_the_same_text_and_no_rounds(pair: list[str], capsys: pytest.CaptureFixture) -> None:
-    assert main(["generate", PROMPT, "--target", pair[1], "--device", "cpu", "--no-draft", "--max-new-tokens", "9"]) == 0
+    assert (
+        main(["generate", PROMPT, "--target", pair[1], "--device", "cpu", "--no-draft", "--max-new-tokens", "9"]) == 0
+    )
     out, err = capsys.readouterr()
     assert out.split("\n\n")[0].split() == expected_text(9).split()
     assert "acceptance" not in out and "draft" not in err

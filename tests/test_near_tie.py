@@ -40,7 +40,9 @@ def test_two_swapped_tokens_are_flagged_where_they_first_differ(
     found = compare(target, prompt, plain, swapped)
     scores = target(torch.cat([prompt, torch.tensor([plain[:at]])], 1)).logits[0, -1]
     assert (found.verdict, found.position, found.expected, found.found) == ("wrong", at, plain[at], plain[at + 1])
-    assert found.gap == pytest.approx(float(scores.max() - scores[plain[at + 1]]), abs=found.tolerance)
+    assert found.gap == pytest.approx(
+        float(scores.detach().max() - scores.detach()[plain[at + 1]]), abs=found.tolerance
+    )
 
 
 def test_the_second_best_token_is_a_near_tie_only_within_the_tolerance(

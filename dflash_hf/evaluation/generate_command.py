@@ -27,7 +27,9 @@ def add_parser(subparsers: Any) -> None:
     add_generation_arguments(parser)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--no-draft", action="store_true", help="the target alone")
-    mode.add_argument("--compare", action="store_true", help="also the target alone: speed-up, and are tokens the same")
+    mode.add_argument(
+        "--compare", action="store_true", help="also the target alone: speed-up, and are tokens the same"
+    )
 
 
 def add_generation_arguments(parser: argparse.ArgumentParser, max_new_tokens: int = 256) -> None:
@@ -157,7 +159,9 @@ def compare_with_target_alone(pair: Pair, prompt_ids: list[int], args: argparse.
     if answer.timing.tokens_per_second and alone.timing.tokens_per_second:
         print(f"speed-up: {answer.timing.tokens_per_second / alone.timing.tokens_per_second:.2f}x")
     if args.temperature > 0:
-        print("tokens: sampled, so two runs differ; their distribution is the target's (use --temperature 0 to compare)")
+        print(
+            "tokens: sampled, so two runs differ; their distribution is the target's (use --temperature 0 to compare)"
+        )
         return 0
     input_ids = torch.tensor([prompt_ids], device=pair.target.device)
     config = generation_config_for(pair.target, args)

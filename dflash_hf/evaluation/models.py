@@ -58,7 +58,9 @@ def load_target(name: str | None, dtype: Any, device: str) -> tuple[Any, Any, st
     from ..embedded import TARGET_NAME, embedded_target_path
 
     if name is not None and name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
-        raise ValueError(f"The target folder {name} does not exist; name a folder with a model, or a model of the Hub.")
+        raise ValueError(
+            f"The target folder {name} does not exist; name a folder with a model, or a model of the Hub."
+        )
     source = name if name is not None else str(embedded_target_path())
     shown = name if name is not None else TARGET_NAME
     with announced(f"target {shown}"):
@@ -128,7 +130,9 @@ def pick_device(name: str) -> str:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
         reason = " ".join(str(error).split())[:120]
-        raise ValueError(f"--device {name!r} cannot be used ({reason}); choose cpu, or a device that is there.") from None
+        raise ValueError(
+            f"--device {name!r} cannot be used ({reason}); choose cpu, or a device that is there."
+        ) from None
     return name
 
 

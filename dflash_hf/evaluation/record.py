@@ -61,7 +61,9 @@ def check_version(found: dict[str, Any], source: Path) -> None:
         ValueError: If the object is no benchmark record, or one of another schema version.
     """
     if found.get("schema") != SCHEMA:
-        raise ValueError(f"{source} is not a benchmark record: its `schema` is {found.get('schema')!r}, not {SCHEMA!r}.")
+        raise ValueError(
+            f"{source} is not a benchmark record: its `schema` is {found.get('schema')!r}, not {SCHEMA!r}."
+        )
     version = found.get("schema_version")
     if version != SCHEMA_VERSION:
         raise ValueError(
