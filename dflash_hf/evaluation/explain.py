@@ -188,8 +188,8 @@ class Explanation:
         taken = " ".join(self._token(token) for token in each.committed[:-1]) or "nothing"
         return [
             *lines,
-            f"  6. Accept {accepted} of {len(each.candidates)}: {taken}; the target's own {own} follows and is the next "
-            f"anchor. The round commits {len(each.committed)}.",
+            f"  6. Accept {accepted} of {len(each.candidates)}: {taken}; the target's own {own} follows and is the "
+            f"next anchor. The round commits {len(each.committed)}.",
             f"  7. Caches: the target's keeps positions {_span(0, each.target_length - 1)} and drops "
             f"{width - len(each.committed)}; the draft's holds the context of {_span(0, each.draft_length - 1)}, and "
             "its block rows will be overwritten.",

@@ -1,4 +1,4 @@
-"""The pair of models that a command runs: the arguments that name it, and loading it with words for what goes wrong."""
+"""The pair of models that a command runs: the arguments that name it, and loading it, with words for mistakes."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def load_pair(args: argparse.Namespace, with_draft: bool = True) -> Pair:
     dtype = pick_dtype(args.dtype)
     if args.target is not None and args.draft is None and with_draft:
         raise ValueError(
-            f"--target is {args.target} but no --draft is named, and a draft fits one target only; name the draft that "
-            "was trained for it, or leave --target out to use the embedded pair."
+            f"--target is {args.target} but no --draft is named, and a draft fits one target only; name the draft "
+            "that was trained for it, or leave --target out to use the embedded pair."
         )
     target, tokenizer, target_name = load_target(args.target, dtype, device)
     draft, draft_name = load_draft_for(target, args.draft) if with_draft else (None, None)
