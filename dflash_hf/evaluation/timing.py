@@ -1,6 +1,6 @@
 """Where the time of one `generate` call goes: prefill and decoding apart, and decoding by who was running.
 
-Modules are watched by hooks, deliveries of tokens by a streamer; nothing is patched, so all methods are measured alike.
+Modules are watched by hooks, deliveries of tokens by a streamer; nothing is patched: all methods are measured alike.
 Decoding starts when the first tokens are delivered, and its speed counts the tokens after them: the first token comes
 from the prefill. On a GPU the marks are events of the stream, so watching makes nobody wait.
 """
