@@ -91,7 +91,8 @@ class ColumnLayout:
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Keep only these rows of the batch, in this order."""
-        self.lengths = [self.lengths[row] for row in rows.tolist()]
+        if self.lengths:  # empty until the first round; a row may end with the prompt's first token
+            self.lengths = [self.lengths[row] for row in rows.tolist()]
         if self.positions is not None:
             self.positions = self.positions[rows]
 
