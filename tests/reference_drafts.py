@@ -131,7 +131,7 @@ def zlab_sliding_bidirectional(folder: Path) -> Reference:
 
 
 def zlab_nested_scaled(folder: Path) -> Reference:
-    """Newer drafts keep the block size inside `dflash_config`, drafts for Gemma scale and cap; more taps than layers."""
+    """Newer drafts keep the block size in `dflash_config`, drafts for Gemma scale and cap; more taps than layers."""
     nested = {
         "block_size": BLOCK,
         "target_layer_ids": [0, 1, 3],

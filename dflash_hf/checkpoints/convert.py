@@ -26,7 +26,7 @@ def convert(source: str | Path, destination: str | Path, to: str, target: str | 
         source: Repository of the Hub, or folder.
         destination: Folder to make; it must not exist, or be empty.
         to: `dflash` (this package's own, a complete Hub repository), `zlab`, `speculators` or `native`.
-        target: Name or path of the target, which the speculators format records.
+        target: Name or path of the target: the speculators format records it, z-lab's its number of layers.
         hub_kwargs: `revision`, `token`, ... of `snapshot_download`.
 
     Raises:
@@ -91,7 +91,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("source", metavar="SRC", help="folder of the draft, or its repository on the Hub")
     parser.add_argument("destination", metavar="DST", help="folder to make")
     parser.add_argument("--to", required=True, choices=FORMATS, help="format to write")
-    parser.add_argument("--target", help="the draft's target, which the speculators format records")
+    parser.add_argument("--target", help="the draft's target; speculators records it, zlab its number of layers")
     parser.add_argument("--revision", help="branch, tag or commit of SRC on the Hub")
     parser.set_defaults(run=run)
 

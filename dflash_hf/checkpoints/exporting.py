@@ -10,6 +10,7 @@ from .formats import NATIVE, SPECULATORS, ZLAB
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedConfig
 
     from ..configuration_dflash import DFlashConfig
 
@@ -74,7 +75,7 @@ def export_draft(
     """config.json and tensors of a draft in the format `to`: `zlab`, `speculators` or `native`.
 
     Args:
-        target: Name or path of the target, which the speculators format records as the verifier.
+        target: Name or path of the target: the speculators format records it, z-lab's its number of layers.
 
     Raises:
         ValueError: If the format has no way to express a field of `config`.
@@ -83,12 +84,10 @@ def export_draft(
     if to not in exporters:
         raise ValueError(f"There is no export to {to!r}; choose one of {', '.join(exporters)}.")
     _refuse_inexpressible(config, to)
-    if to == SPECULATORS:
-        return export_speculators(config, tensors, target)
-    return exporters[to](config, tensors)
+    return exporters[to](config, tensors, target)
 
 
-def export_zlab(config: "DFlashConfig", tensors: Tensors) -> tuple[Fields, Tensors]:
+def export_zlab(config: "DFlashConfig", tensors: Tensors, target: str | None = None) -> tuple[Fields, Tensors]:
     """z-lab's layout, with ModelOpt's and SpecForge's additions to `dflash_config`: read by vLLM and SGLang."""
     kind = _kind(config, ZLAB)
     if (kind == "dspark") != config.slots_predict_next:
@@ -117,7 +116,7 @@ def export_zlab(config: "DFlashConfig", tensors: Tensors) -> tuple[Fields, Tenso
         "block_size": config.block_size,
         "dflash_config": nested,
         "model_type": "qwen3",
-        "num_target_layers": config.num_target_layers,
+        "num_target_layers": _num_target_layers(config, target),
     }
     if config.is_causal is not None:
         fields["is_causal"] = config.is_causal
@@ -140,6 +139,7 @@ def export_speculators(config: "DFlashConfig", tensors: Tensors, target: str | N
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "dtype": _dtype_name(config),
         "mask_token_id": config.mask_token_id,
+        "num_target_layers": config.num_target_layers,
         "sample_from_anchor": config.slots_predict_next,
         "sliding_window_non_causal": _sliding_non_causal(config),
         "speculators_config": _speculators_config(kind, proposals, target),
@@ -163,7 +163,7 @@ def export_speculators(config: "DFlashConfig", tensors: Tensors, target: str | N
     return fields, _with_vocabulary_map(config, tensors)
 
 
-def export_native(config: "DFlashConfig", tensors: Tensors) -> tuple[Fields, Tensors]:
+def export_native(config: "DFlashConfig", tensors: Tensors, target: str | None = None) -> tuple[Fields, Tensors]:
     """Transformers' own assistant class, which `speculation_type="dflash"` drives."""
     if config.attention_bias:
         raise _inexpressible(NATIVE, "attention_bias", config, "its projections have no bias, so they are")
@@ -234,11 +234,24 @@ def _speculators_config(kind: str, proposals: int, target: str | None) -> Fields
 
 
 def _architectures_of(target: str | None) -> list[str]:
+    return [] if target is None else list(_target_config(target).architectures or [])
+
+
+def _num_target_layers(config: "DFlashConfig", target: str | None) -> int:
+    """z-lab's own class does not load without it."""
+    if config.num_target_layers is not None:
+        return config.num_target_layers
     if target is None:
-        return []
+        raise ValueError(
+            "`num_target_layers` is unknown, and z-lab's class does not load without it; name the target (--target)."
+        )
+    return _target_config(target).get_text_config().num_hidden_layers
+
+
+def _target_config(target: str) -> "PreTrainedConfig":
     from transformers import AutoConfig
 
-    return list(AutoConfig.from_pretrained(target).architectures or [])
+    return AutoConfig.from_pretrained(target)
 
 
 def _with_vocabulary_map(config: "DFlashConfig", tensors: Tensors) -> Tensors:

@@ -81,7 +81,9 @@ USUAL_VALUES: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (None, 0),
 }
 
-NATIVE_ROPE = {"rope_theta": 500000.0, "rope_type": "default"}  # its class's default, where the file names none
+# Defaults of Transformers' own class, where the file names none.
+NATIVE_ROPE = {"rope_theta": 500000.0, "rope_type": "default"}
+NATIVE_WINDOW = 2048
 
 
 def read_draft(folder: Path, vocab_size: int | None = None) -> "tuple[str, DFlashConfig, Tensors]":
@@ -260,9 +262,12 @@ def _read_native_conventions(fields: Fields) -> None:
     fields["is_causal"] = False
     if not any(name in fields for name in ("rope_parameters", "rope_theta", "rope_scaling")):
         fields["rope_parameters"] = dict(NATIVE_ROPE)
-    if fields.get("sliding_window") is not None:
-        fields["sliding_window"] += 1
+    if "sliding_attention" in fields.get("layer_types", ("sliding_attention",)):
+        fields["sliding_window"] = fields.get("sliding_window", NATIVE_WINDOW) + 1
         fields["use_sliding_window"] = True
+        fields.setdefault("layer_types", ["sliding_attention"] * fields["num_hidden_layers"])
+    else:
+        fields.pop("sliding_window", None)
 
 
 def _parts_present(tensors: Mapping[str, Any], fields: Fields) -> Fields:
