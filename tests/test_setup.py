@@ -25,6 +25,8 @@ from dflash_hf import cli
 from helpers import ROOT
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+# What a draft's Hub repository carries, and a reader wants first.
+LINKS = ["configuration_dflash.py", "generation", "modeling_dflash.py", "modeling_dflash_heads.py"]
 MODULES = sorted((ROOT / "dflash_hf").rglob("*.py"))
 
 
@@ -68,7 +70,7 @@ def test_oldest_tested_transformers_is_the_oldest_supported():
     assert Version(oldest).release[:2] == Version(lower).release[:2]
 
 
-@pytest.mark.parametrize("name", ["configuration_dflash.py", "modeling_dflash.py", "generation"])
+@pytest.mark.parametrize("name", LINKS)
 def test_root_link_leads_to_the_package(name):
     assert (ROOT / name).is_symlink()
     assert os.readlink(ROOT / name) == f"dflash_hf/{name}"
@@ -240,7 +242,7 @@ def wheel(tmp_path_factory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE", "hub_upload.py"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "dflash_hf", source / "dflash_hf", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("configuration_dflash.py", "modeling_dflash.py", "generation"):
+    for name in LINKS:
         (source / name).symlink_to(f"dflash_hf/{name}")
     out = tmp_path_factory.mktemp("wheel")
     pip = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(out), str(source))
