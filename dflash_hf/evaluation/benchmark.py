@@ -1,0 +1,228 @@
+"""`dflash-hf benchmark`: what a draft is worth on this machine, against every other way to generate.
+
+Writes `samples.jsonl` while it runs, then `benchmark.json` (its schema is in `record`), `benchmark.md` and plots. Run
+again with the same settings, it resumes where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import tasks
+from .generate_command import add_generation_arguments, check_sampling, generation_config_for
+from .methods import METHODS, parse_methods
+from .models import Pair, add_pair_arguments, check_length, encode_chat, load_pair
+from .record import read_record, write_record, write_text
+
+if TYPE_CHECKING:
+    from .measure import Measurer
+    from .sample_log import SampleLog
+
+RECORD, REPORT, SAMPLES = "benchmark.json", "benchmark.md", "samples.jsonl"
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the sub-command."""
+    parser = subparsers.add_parser(
+        "benchmark",
+        help="measure a draft against other ways to generate",
+        description="Measure methods side by side, taking turns prompt by prompt, every output checked.",
+    )
+    known = ", ".join([*tasks.TASKS, *tasks.GROUPS])
+    parser.add_argument(
+        "--tasks", nargs="+", default=["embedded"], metavar="NAME", help=f"{known}, or local:FILE.jsonl"
+    )
+    parser.add_argument(
+        "--methods", nargs="+", metavar="NAME", help=f"{', '.join(METHODS)} (default: all that can run here)"
+    )
+    parser.add_argument("--max-samples", type=int, metavar="N", help="of each task (default: as many as the paper)")
+    parser.add_argument("--output", type=Path, default=Path("benchmark"), metavar="DIR", help="default: benchmark/")
+    parser.add_argument("--assistant", metavar="NAME", help="an ordinary assistant model, for the method of that name")
+    parser.add_argument(
+        "--thinking", choices=("on", "off"), help="the template's switch (default: the template's own)"
+    )
+    parser.add_argument("--no-plots", action="store_true", help="write no PNG files")
+    parser.add_argument("--warm-up-tokens", type=int, default=16, metavar="N", help="per method, first (default: 16)")
+    parser.add_argument("--render", type=Path, metavar="JSON", help="only write report and plots of a finished record")
+    add_pair_arguments(parser)
+    add_generation_arguments(parser, max_new_tokens=2048)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, or resume, or render. Exit status 1 if an output was wrong."""
+    if args.render is not None:
+        return render(read_record(args.render), args.render.parent, not args.no_plots)
+    check_arguments(args)
+    samples = [sample for name in tasks.expand(args.tasks) for sample in tasks.load_samples(name, args.max_samples)]
+    parse_methods(args.methods, has_draft=True, has_assistant=args.assistant is not None)  # before loading anything
+    pair = load_pair(args)
+    record = measure(pair, samples, args)
+    write_record(args.output / RECORD, record)
+    return render(read_record(args.output / RECORD), args.output, not args.no_plots)
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Refuse what can be told before loading anything.
+
+    Raises:
+        ValueError: By the name of the flag.
+    """
+    check_sampling(args)
+    if args.max_samples is not None and args.max_samples < 1:
+        raise ValueError(f"--max-samples is {args.max_samples}; it must be at least 1.")
+    if args.output.exists() and not args.output.is_dir():
+        raise ValueError(f"--output is {args.output}, which is a file; name a folder.")
+
+
+def measure(pair: Pair, samples: list[tasks.Sample], args: argparse.Namespace) -> dict[str, Any]:
+    """Measure what the log does not hold yet, and make the record of all of it."""
+    from .measure import Measurer
+    from .methods import Runner
+    from .sample_log import SampleLog
+    from .timing import clock_for
+
+    methods = parse_methods(args.methods, has_draft=True, has_assistant=args.assistant is not None)
+    runner = Runner(pair, load_assistant(args, pair))
+    args.output.mkdir(parents=True, exist_ok=True)
+    settings = run_settings(pair, args, [(method.name, method.settings) for method in methods])
+    log = SampleLog(args.output / SAMPLES, settings)
+    config = generation_config_for(pair.target, args)
+    measurer = Measurer(runner, methods, config, clock_for(pair.target.device), args.seed)
+    measure_missing(measurer, log, samples, args)
+    return build_record(pair, log, args)
+
+
+def load_assistant(args: argparse.Namespace, pair: Pair) -> Any:
+    """The ordinary assistant model, in the target's dtype."""
+    if args.assistant is None:
+        return None
+    from .models import load_target
+
+    return load_target(args.assistant, pair.target.dtype, str(pair.target.device))[0]
+
+
+def run_settings(pair: Pair, args: argparse.Namespace, methods: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Everything that two lines of one log must have in common."""
+    from .environment import commit, hardware, versions
+
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "thinking", "assistant", "warm_up_tokens")
+    return {
+        "target": pair.target_name,
+        "draft": pair.draft_name,
+        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "device": str(pair.target.device),
+        "attention": [model.config._attn_implementation for model in (pair.target, pair.draft)],
+        "methods": dict(methods),
+        **{name: getattr(args, name) for name in names},
+        "commit": commit(),
+        "versions": versions(),
+        "hardware": hardware(pair.target.device),
+    }
+
+
+def measure_missing(measurer: Measurer, log: SampleLog, samples: list[tasks.Sample], args: argparse.Namespace) -> None:
+    """Measure every prompt that has no line yet, under a progress bar."""
+    from tqdm import tqdm
+
+    from .environment import now
+
+    pair = measurer.runner.pair
+    total = sum(len(sample.turns) for sample in samples)
+    is_warm = False
+    with tqdm(total=total, desc="prompts", unit="prompt", dynamic_ncols=True) as bar:
+        for number, (sample, turn, prompt_ids) in enumerate(prompts(samples, pair.tokenizer, log, args)):
+            if not log.has(sample.task, sample.index, turn):
+                bar.set_postfix_str(sample.task)
+                line = {"task": sample.task, "index": sample.index, "turn": turn, "prompt_tokens": len(prompt_ids)}
+                try:
+                    check_length(pair.target, len(prompt_ids), args.max_new_tokens)
+                except ValueError as error:
+                    log.add({**line, "skipped": str(error)})
+                else:
+                    if not is_warm:
+                        measurer.warm_up(prompt_ids, min(args.warm_up_tokens, args.max_new_tokens))
+                        is_warm = True
+                    log.add({**line, "prompt_ids": prompt_ids, "date": now(), **measurer.prompt(prompt_ids, number)})
+            bar.update()
+
+
+def prompts(
+    samples: list[tasks.Sample], tokenizer: Any, log: SampleLog, args: argparse.Namespace
+) -> Iterator[tuple[tasks.Sample, int, list[int]]]:
+    """Every turn of every sample as token ids; the answers to earlier turns are plain `generate`'s, for all methods."""
+    for sample in samples:
+        messages: list[dict[str, str]] = []
+        for turn, text in enumerate(sample.turns):
+            messages.append({"role": "user", "content": text})
+            yield sample, turn, encode_chat(tokenizer, messages, template_kwargs(args))
+            line = log.find(sample.task, sample.index, turn)
+            answer = line["results"]["plain"]["tokens"] if line and "results" in line else []
+            messages.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)})
+
+
+def template_kwargs(args: argparse.Namespace) -> dict[str, Any]:
+    """What the chat template is told beside the messages."""
+    return {} if args.thinking is None else {"enable_thinking": args.thinking == "on"}
+
+
+def build_record(pair: Pair, log: SampleLog, args: argparse.Namespace) -> dict[str, Any]:
+    """The record of everything in the log."""
+    from .limits import best_possible
+    from .summary import build_flags, build_rows
+
+    measured = [line for line in log.lines if "results" in line]
+    if not measured:
+        raise ValueError("Nothing was measured: every prompt is longer than the target's context.")
+    conditions = ("commit", "dtype", "hardware", "versions")
+    rows = build_rows(log.lines, log.run["methods"])
+    return {
+        "date": max(line["date"] for line in measured),
+        **{name: log.run[name] for name in conditions},
+        "target": {"name": pair.target_name, "parameters": pair.target.num_parameters()},
+        "draft": {
+            "name": pair.draft_name,
+            "parameters": pair.draft.num_parameters(),
+            "block_size": pair.draft.config.block_size,
+        },
+        "settings": {"max_samples": args.max_samples}
+        | {name: value for name, value in log.run.items() if name not in (*conditions, "target", "draft")},
+        "prompts": first_prompts(measured, pair.tokenizer, args),
+        "rows": rows,
+        "best_possible": best_possible(rows),
+        "flagged": build_flags(log.lines),
+    }
+
+
+def first_prompts(measured: list[dict[str, Any]], tokenizer: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Per task, how prompts went through the template: two tools that differ there measure different things."""
+    found: dict[str, Any] = {}
+    for line in measured:
+        if line["task"] not in found:
+            found[line["task"]] = {
+                "template_kwargs": template_kwargs(args),
+                "first_prompt_ids": line["prompt_ids"],
+                "first_prompt": tokenizer.decode(line["prompt_ids"]),
+            }
+    return found
+
+
+def render(record: dict[str, Any], folder: Path, with_plots: bool) -> int:
+    """Write report and plots beside a record, and print the report."""
+    from .report import draw_plots, markdown
+
+    text = markdown(record) if with_plots else markdown(record).split("\n\n![")[0] + "\n"
+    write_text(folder / REPORT, text)
+    if with_plots:
+        draw_plots(record, folder)
+    print(text.split("\n\n![")[0])
+    wrong = [f"{row['task']}, {row['method']}" for row in record["rows"] if row["correct"] is False]
+    if wrong:
+        print(f"WRONG output in {len(wrong)} rows: {'; '.join(wrong)}", file=sys.stderr)
+    return int(bool(wrong))
+
+
+__all__ = ["add_parser", "run"]

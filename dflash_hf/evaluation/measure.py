@@ -1,0 +1,112 @@
+"""One prompt, all methods in turn: generate, time, and hold the output to plain `generate`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .environment import peak_memory
+from .methods import PLAIN, Method, Runner
+from .near_tie import compare
+from .repetition import is_repetitive
+from .timing import Recorder
+
+
+@dataclass
+class Measured:
+    """One method on one prompt. Seconds; see `Timing`.
+
+    Attributes:
+        tokens: The new tokens.
+        rounds: Tokens that each round after the prefill committed; empty where nothing drafts.
+        comparison: With plain `generate`'s tokens; `None` when sampling, where two runs may differ.
+    """
+
+    tokens: list[int]
+    prefill: float
+    decode: float
+    parts: dict[str, float]
+    first_tokens: int
+    decoded_tokens: int
+    rounds: list[int]
+    peak_memory_mib: float | None
+    comparison: dict[str, Any] | None = None
+
+
+class Measurer:
+    """Measures prompts, methods taking turns: each prompt starts with another one, so that none is always first.
+
+    Args:
+        runner: Runs the methods.
+        methods: What to measure; plain `generate` is among them.
+        generation_config: For all of them.
+        clock: See `timing.clock_for`.
+        seed: Of sampling, set before each run.
+    """
+
+    def __init__(self, runner: Runner, methods: Sequence[Method], generation_config: Any, clock: Any, seed: int = 0):
+        self.runner = runner
+        self.methods = list(methods)
+        self.generation_config = generation_config
+        self.clock = clock
+        self.seed = seed
+
+    def warm_up(self, prompt_ids: list[int], max_new_tokens: int) -> None:
+        """Run each method briefly: the first forwards of a process are slower."""
+        import copy
+
+        config = copy.deepcopy(self.generation_config)
+        config.max_new_tokens = max_new_tokens
+        for method in self.methods:
+            self.run(method, prompt_ids, config)
+
+    def prompt(self, prompt_ids: list[int], turn: int) -> dict[str, Any]:
+        """All methods on one prompt: `repetitive`, `plain_tokens` and `results` by method."""
+        start = turn % len(self.methods)
+        found = {
+            method.name: self.run(method, prompt_ids, self.generation_config)
+            for method in self.methods[start:] + self.methods[:start]
+        }
+        plain = found[PLAIN].tokens
+        if not self.generation_config.do_sample:
+            for measured in found.values():
+                measured.comparison = self._compare(prompt_ids, plain, measured.tokens)
+        return {
+            "repetitive": is_repetitive(plain),
+            "results": {method.name: asdict(found[method.name]) for method in self.methods},
+        }
+
+    def run(self, method: Method, prompt_ids: list[int], generation_config: Any) -> Measured:
+        """One method once."""
+        import torch
+
+        torch.manual_seed(self.seed)
+        target = self.runner.pair.target
+        input_ids = torch.tensor([prompt_ids], device=target.device)
+        recorder = Recorder(self.clock, self.runner.watched(method))
+        with peak_memory(target.device) as peak, recorder:
+            output = self.runner.run(method, input_ids, generation_config, recorder)
+        timing = recorder.timing(len(output.tokens))
+        drafts = method.assistant is not None or method.generate_settings
+        rounds = output.rounds if output.rounds is not None else timing.deliveries if drafts else []
+        return Measured(
+            tokens=output.tokens,
+            prefill=timing.prefill,
+            decode=timing.decode,
+            parts=timing.parts,
+            first_tokens=timing.first_tokens,
+            decoded_tokens=timing.decoded_tokens,
+            rounds=rounds,
+            peak_memory_mib=peak.mib,
+        )
+
+    def _compare(self, prompt_ids: list[int], plain: list[int], tokens: list[int]) -> dict[str, Any]:
+        import torch
+
+        target = self.runner.pair.target
+        input_ids = torch.tensor([prompt_ids], device=target.device)
+        return compare(target, input_ids, plain, tokens, generation_config=self.generation_config).as_dict()
+
+
+__all__ = ["Measured", "Measurer"]
