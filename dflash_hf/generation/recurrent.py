@@ -76,13 +76,12 @@ class RecurrentStates:
 
     def keep(self, counts: Sequence[int], width: int) -> None:
         """Make the states those after the first `counts[b]` of the `width` tokens verified since `save`, per row."""
-        for count in sorted(set(counts)):
-            rows = [row for row, own in enumerate(counts) if own == count]
-            if count < width:
-                self._replay(rows, count, width, len(counts))
         for layer in self.layers.values():
-            if layer.record_past:
+            if layer.record_past:  # a layer with a sliding window, too, whose convolution kept more than it needs
                 cu.LinearAttentionLayer.crop(layer, 0)
+        for count in sorted(set(counts) - {width}):
+            rows = [row for row, own in enumerate(counts) if own == count]
+            self._replay(rows, count, width, len(counts))
 
     def _replay(self, rows: list[int], count: int, width: int, batch_size: int) -> None:
         index = torch.tensor(rows)

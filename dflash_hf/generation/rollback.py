@@ -52,7 +52,7 @@ def why_not_croppable(cache: Any) -> str | None:
 def record_past(cache: Any) -> None:
     """Make sliding layers keep what a verification pushes out of their window, until it is cropped."""
     for layer in cache.layers:
-        if hasattr(layer, "record_past") and isinstance(layer, cu.CacheLayerMixin):
+        if isinstance(layer, cu.DynamicSlidingWindowLayer):
             layer.record_past = True
 
 

@@ -103,10 +103,10 @@ class TargetRunner:
         if tree is not None:
             kwargs["attention_mask"] = self._tree_mask(tree)
         self._extend_token_types(kwargs, batch_size, width)
-        if "logits_to_keep" in kwargs:
-            kwargs["logits_to_keep"] = width
         inputs = self.target.prepare_inputs_for_generation(block_ids, **kwargs)
         inputs["output_hidden_states"] = self.hidden_state_selection
+        if "logits_to_keep" in inputs:  # some models set it themselves, to the one position that decoding needs
+            inputs["logits_to_keep"] = width
         if self.recurrent is not None:
             self.recurrent.save()
         with self.target._optimize_model_for_decode():
