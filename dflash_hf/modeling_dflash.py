@@ -342,7 +342,8 @@ class Qwen3DFlashForDraft(DraftProtocol, DraftRepository, Qwen3PreTrainedModel):
         Tokens that the draft's own head leaves out get minus infinity. With `config.proposes_stepwise` these are the
         logits that `step_logits` starts from.
         """
-        states = self.slot_states(last_hidden_state)
+        # Contiguous: of a slice, the head would be a batched product with a copy of its weight for every block.
+        states = self.slot_states(last_hidden_state).contiguous()
         logits = target_head(states) if self.lm_head is None else self.lm_head(states.to(self.lm_head.weight))
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
