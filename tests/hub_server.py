@@ -321,9 +321,13 @@ class HubHandler(BaseHTTPRequestHandler):
         answer = {"id": name, "modelId": name, "sha": oid, "private": repository.private, "siblings": siblings}
         raise Reply(200, {**answer, "tags": [], "downloads": 0})
 
-    def tree(self, name: str, revision: str) -> None:
+    def tree(self, name: str, revision: str, folder: str = "") -> None:
         repository, oid = self.commit_of(name, revision)
-        raise Reply(200, [self.entry(repository, *item) for item in sorted(repository.commits[oid].items())])
+        prefix = f"{folder}/" if folder else ""
+        found = {path: content for path, content in repository.commits[oid].items() if path.startswith(prefix)}
+        if not found:
+            raise error(404, f"{folder} does not exist", "EntryNotFound")
+        raise Reply(200, [self.entry(repository, *item) for item in sorted(found.items())])
 
     def paths_info(self, name: str, revision: str) -> None:
         repository, oid = self.commit_of(name, revision)
@@ -482,6 +486,7 @@ ROUTES = [
     ("GET", rf"/api/models/({NAME})", "info"),
     ("GET", rf"/api/models/({NAME})/revision/([^/]+)", "info"),
     ("GET", rf"/api/models/({NAME})/tree/([^/]+)", "tree"),
+    ("GET", rf"/api/models/({NAME})/tree/([^/]+)/(.+)", "tree"),
     ("POST", rf"/api/models/({NAME})/paths-info/([^/]+)", "paths_info"),
     ("POST", rf"/api/models/({NAME})/branch/([^/]+)", "branch"),
     ("POST", rf"/api/models/({NAME})/tag/([^/]+)", "tag"),

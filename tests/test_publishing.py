@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
 
 from dflash_hf.cli import main
 from dflash_hf.publishing.check import check_stage, lint_stage, run_stranger
@@ -16,7 +20,7 @@ from dflash_hf.publishing.facts import collect_facts
 from dflash_hf.publishing.stage import Stage, content_tag, read_stage, stage_draft
 from dflash_hf.publishing.stranger import weights_digest
 from dflash_hf.publishing.upload_command import open_draft
-from helpers import ROOT, greedy, random_prompt, tiny_draft, tiny_target
+from helpers import ROOT, VOCABULARY, greedy, random_prompt, tiny_draft, tiny_target
 from hub_server import HubServer
 from test_card import RECORD, TRAINING
 
@@ -36,8 +40,18 @@ def draft(target):
 
 @pytest.fixture(scope="module")
 def target_folder(target, tmp_path_factory) -> Path:
+    """The target's weights and a tokenizer of whole words with a chat template."""
     folder = tmp_path_factory.mktemp("target")
     target.save_pretrained(folder)
+    words = ["<pad>", "<unk>", "Why", "does", "the", "moon", "have", "phases?"]
+    vocabulary = {word: number for number, word in enumerate(words + [f"w{n}" for n in range(8, VOCABULARY)])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    template = "{% for message in messages %}{{ message.content }} {% endfor %}w9"
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", chat_template=template
+    )
+    fast.save_pretrained(folder)
     return folder
 
 
@@ -308,7 +322,7 @@ def test_arguments_that_do_not_fit_are_one_sentence(tmp_path, capsys, arguments,
 # -- published, and met by a stranger ----------------------------------------------------------------------------
 
 STRANGER = """
-import json, sys
+import contextlib, io, json, re, sys
 sys.path.insert(0, {tests!r})
 sys.path.insert(0, {publishing!r})
 from stranger import Hidden, executed_files, weights_digest
@@ -354,8 +368,8 @@ def stranger(tmp_path: Path, hub: HubServer, body: str, target_folder: Path, hid
 
 
 @pytest.fixture(scope="module")
-def published(target, draft, tmp_path_factory):
-    """A Hub that holds the draft, uploaded by the script, and a draft of another code revision."""
+def published(target_folder, draft, tmp_path_factory):
+    """A Hub that holds the target, the draft, uploaded by the script, and a draft of another code revision."""
     folder = tmp_path_factory.mktemp("published")
     draft.save_pretrained(folder / "source")
     with HubServer(chunk_size=60_000) as hub:
@@ -366,6 +380,7 @@ def published(target, draft, tmp_path_factory):
         other = dict(hub.repositories["org/first"].files())
         other["protocol.py"] += b"\n\nDraftProtocol.revision_of_code = 2\n"
         hub.add_repository("org/second", other)
+        hub.add_repository("org/tiny", contents(target_folder))
         hub.requests.clear()
         yield hub, done.stdout
 
@@ -404,11 +419,22 @@ seen["tokens"] = [run(first), run(second), run(first)]
 seen["revision of the code that ran"] = ran
 seen["weights"] = [weights_digest(first), weights_digest(second)]
 seen["modules"] = sorted({type(first).__module__.split(".")[2], type(second).__module__.split(".")[2]})
+snippet = re.search(r"```python\\n(.*?)```", REPOSITORIES["card"], re.DOTALL)[1]
+printed = io.StringIO()
+with contextlib.redirect_stdout(printed):
+    names = {}
+    exec(snippet, names)
+seen["snippet"] = printed.getvalue().strip()
+alone = names["target"].generate(**names["inputs"], max_new_tokens=128)
+seen["snippet, target alone"] = names["tokenizer"].decode(
+    alone[0, names["inputs"]["input_ids"].shape[1]:], skip_special_tokens=True
+).strip()
 first.save_pretrained("again")
 again = AutoModel.from_pretrained("again", trust_remote_code=True)
 seen["again"] = [weights_digest(again), run(again)]
 """
-    seen = stranger(tmp_path, hub, body, target_folder, tag=tag)
+    card = hub.repositories["org/first"].files()["README.md"].decode()
+    seen = stranger(tmp_path, hub, body, target_folder, tag=tag, card=card)
     expected = greedy(target, random_prompt(6), 16).tolist()
     assert "trust_remote_code" in seen["without trust"]
     assert seen["executed without trust"] == []
@@ -418,7 +444,8 @@ seen["again"] = [weights_digest(again), run(again)]
     assert seen["weights"] == [weights_digest(draft)] * 2
     assert seen["modules"] == ["first", "second"]
     assert seen["again"] == [weights_digest(draft), expected]
-    assert hub.count("unknown") == 0
+    assert [path for step, _, path in hub.requests if step == "unknown" and "/org/" in path] == []
+    assert seen["snippet"] == seen["snippet, target alone"]
 
 
 def test_package_imported_after_a_remote_draft_shares_the_process(target, published, target_folder, tmp_path):
