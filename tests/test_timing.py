@@ -85,7 +85,7 @@ def test_drafting_rounds_are_split_among_draft_target_and_elsewhere(target: Any,
     assert timing.parts["elsewhere"] == rounds * EMBED
     assert timing.decode == sum(timing.parts.values())
     assert timing.tokens_per_second == pytest.approx((NEW - 1) / timing.decode)  # the bonus token is counted once
-    assert [width for name, _, _, width in timing.spans if name == "target"] == [BLOCK] * rounds
+    assert [width for name, _, _, width in timing.spans if name == "target"] == [BLOCK] * (rounds - 1) + [BLOCK - 1]
     assert not recorder.handles
 
 

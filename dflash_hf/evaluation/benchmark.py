@@ -153,7 +153,7 @@ def measure_missing(measurer: Measurer, log: SampleLog, samples: list[tasks.Samp
 def prompts(
     samples: list[tasks.Sample], tokenizer: Any, log: SampleLog, args: argparse.Namespace
 ) -> Iterator[tuple[tasks.Sample, int, list[int]]]:
-    """Every turn of every sample as token ids; the answers to earlier turns are plain `generate`'s, for all methods."""
+    """Every turn of every sample as token ids; answers to earlier turns are plain `generate`'s, for all methods."""
     for sample in samples:
         messages: list[dict[str, str]] = []
         for turn, text in enumerate(sample.turns):

@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -101,10 +101,8 @@ def peak_memory(device: Any) -> Iterator[Peak]:
 
 
 def _reset_high_water_mark() -> None:
-    try:
+    with suppress(OSError):  # without it, the peak is that since the start of the process
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass  # then it is the peak since the start of the process
 
 
 def _high_water_mark() -> float | None:

@@ -18,20 +18,20 @@ STORIES = (
     "{n} runs a bakery and fills {a} trays with {b} rolls each. By noon {c} rolls are sold. How many rolls are left?",
     "A train has {a} carriages with {b} seats each. {c} seats are taken at the first stop and {d} more at the second. "
     "How many seats are still free?",
-    "{n} saves {a} euros a week and {m} saves {b} euros a week. After {d} weeks they buy a tent for {h} euros together. "
+    "{n} saves {a} euros a week and {m} saves {b} euros a week. After {d} weeks they buy a tent for {h} euros. "
     "How much money do they have left, or how much are they short of?",
     "A tank holds {h} litres. A pump fills it with {a} litres a minute while {d} litres a minute leak away. How many "
     "litres are in the tank after {b} minutes if it was empty at the start?",
-    "{n} reads {a} pages on Monday and {d} pages more on each following day. How many pages has {n} read by the end of "
-    "the fifth day?",
+    "{n} reads {a} pages on Monday and {d} pages more on each following day. How many pages has {n} read by the end "
+    "of the fifth day?",
     "A farmer plants {a} rows of {b} apple trees. Every tree bears {c} apples, but one row is lost to frost. How many "
     "apples are harvested?",
     "The tickets for a concert cost {a} euros for adults and {d} euros for children. {n} sells {b} adult tickets and "
     "{c} child tickets. How much money is taken?",
-    "{n} and {m} paint a fence of {h} metres. {n} paints {a} metres an hour and {m} paints {b} metres an hour. How long "
-    "do they need if they work together?",
-    "A rectangle is {a} metres long and {b} metres wide. A path {d} metres wide runs around it. What is the area of the "
-    "path?",
+    "{n} and {m} paint a fence of {h} metres. {n} paints {a} metres an hour and {m} paints {b} metres an hour. How "
+    "long do they need if they work together?",
+    "A rectangle is {a} metres long and {b} metres wide. A path {d} metres wide runs around it. What is the area of "
+    "the path?",
     "{n} buys {a} notebooks for {d} euros each and pays with a note of {h} euros. How much change does {n} get?",
 )
 

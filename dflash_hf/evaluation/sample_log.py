@@ -54,8 +54,8 @@ class SampleLog:
             now, then = self.run.get(field), before.get(field)
             if now != then:
                 raise ValueError(
-                    f"{self.path} holds a run whose `{field}` is {_brief(then)}, but this one's is {_brief(now)}; give "
-                    "the same settings to resume it, or another --output."
+                    f"{self.path} holds a run whose `{field}` is {_brief(then)}, but this one's is {_brief(now)}; "
+                    "give the same settings to resume it, or another --output."
                 )
 
     def has(self, task: str, index: int, turn: int) -> bool:

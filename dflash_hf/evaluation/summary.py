@@ -1,7 +1,7 @@
 """From samples to a record's rows: medians over prompts, confidence by bootstrap, and what was left out and why.
 
-A prompt whose plain answer is a loop is in no figure. Speeds are medians over prompts, so that one long prompt does not
-decide; the pooled figures beside them are totals divided by totals.
+A prompt whose plain answer is a loop is in no figure. Speeds are medians over prompts, so that no single prompt
+decides; the pooled figures beside them are totals divided by totals.
 """
 
 from __future__ import annotations

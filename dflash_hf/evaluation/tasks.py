@@ -1,7 +1,7 @@
 """The prompts of a benchmark: the paper's tasks through `datasets`, files of one's own, and what needs no network.
 
-Sample counts are those of the DFlash paper's tables (arXiv 2602.06036); which samples they are, and how a row becomes a
-prompt, follows z-lab's benchmark where it has the task (gsm8k, math500, humaneval, mbpp, mt-bench). `embedded` stands
+Sample counts are those of the DFlash paper's tables (arXiv 2602.06036); which samples they are, and how a row becomes
+a prompt, follows z-lab's benchmark where it has the task (gsm8k, math500, humaneval, mbpp, mt-bench). `embedded` stands
 for four tasks that are read from installed packages or made on the spot, with a fixed seed.
 """
 
@@ -156,7 +156,7 @@ def expand(names: Iterable[str]) -> list[str]:
     for name in names:
         if name not in TASKS and name not in GROUPS and not name.startswith(LOCAL):
             raise ValueError(
-                f"--tasks names {name!r}, which is none of {', '.join([*TASKS, *GROUPS])}, or {LOCAL}FILE for your own."
+                f"--tasks names {name!r}, which is none of {', '.join([*TASKS, *GROUPS])}, or {LOCAL}FILE."
             )
         found += GROUPS.get(name, (name,))
     return list(dict.fromkeys(found))
