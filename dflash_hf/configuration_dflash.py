@@ -39,6 +39,8 @@ OPTIONAL_PARTS: dict[str, Any] = {
     "confidence_head": False,
     "confidence_head_with_markov": False,
 }
+# What is known of the training. Nothing is computed from it; `generate` warns where a pair is known to be poor.
+TRAINING_FACTS: dict[str, Any] = {"trained_length": None, "trained_with_thinking": None}
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 
 
@@ -86,6 +88,8 @@ class DFlashConfig(Qwen3Config):
         markov_rank, markov_head_type: DSpark's Markov head: rank (0: none) and `vanilla`, `gated` or `rnn`.
         confidence_head, confidence_head_with_markov: DSpark's confidence head, and whether it reads the Markov head's
             embedding of the token before, too.
+        trained_length: Tokens of the longest sequences of the training. `None`: unknown.
+        trained_with_thinking: Whether the answers it was trained on think. `None`: unknown.
         kwargs: Fields of [`~transformers.Qwen3Config`]. A sliding layer sees keys at a distance below
             `sliding_window`, on both sides where it is bidirectional.
 
@@ -118,7 +122,7 @@ class DFlashConfig(Qwen3Config):
             "output_multiplier": output_multiplier,
             "final_logit_softcapping": final_logit_softcapping,
         }
-        parts = {name: kwargs.pop(name, unused) for name, unused in OPTIONAL_PARTS.items()}
+        parts = {name: kwargs.pop(name, unused) for name, unused in (OPTIONAL_PARTS | TRAINING_FACTS).items()}
         flat = merge_dialects(flat, dflash_config or {})
         if kwargs.get("sliding_window") is not None and "sliding_attention" in (kwargs.get("layer_types") or ()):
             kwargs["use_sliding_window"] = True

@@ -7,9 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from .processors import BlockProcessor, to_float32
 from .verification import sample
+
+logger = logging.get_logger(__name__)
 
 
 class Drafter:
@@ -32,6 +35,7 @@ class Drafter:
         self.pending: torch.Tensor | None = None  # taps the draft has not read yet, (B, N, L * H)
         self.pending_lengths: list[int] = []
         self.states_dtype: torch.dtype | None = None
+        self.has_drafted = False
         self.refine: Callable[[torch.Tensor], torch.Tensor] | None = None  # of the last block, see `choose_candidates`
 
     def begin(self, batch_size: int, start: int) -> None:
@@ -69,6 +73,9 @@ class Drafter:
         )
         self.positions = [start + length for start, length in zip(self.positions, lengths, strict=True)]
         self.pending = None
+        if self.dtype == torch.float16 and not self.has_drafted:
+            warn_of_overflow(outputs.last_hidden_state)
+        self.has_drafted = True
         states = outputs.last_hidden_state.to(dtype=self.states_dtype, device=embeds.device)
         logits = self.draft.compute_logits(states, self.target_head).to(anchors.device)
         if self.draft.config.proposes_stepwise:
@@ -109,8 +116,8 @@ def choose_candidates(
     The draft sees the processors the target will see, wherever they may be called on tokens that can still be refused.
 
     Args:
-        refine: From the anchor and the candidates so far, (B, i + 1), to the logits of the next one, (B, V), for drafts
-            that choose one after the other. They replace those in `logits`.
+        refine: For drafts that choose one after the other: from the anchor and the candidates so far, (B, i + 1), to
+            the logits of the next one, (B, V). They replace those in `logits`.
     """
     applies = not (processor.is_empty or processor.is_stateful)
     if refine is None and not applies:
@@ -141,6 +148,15 @@ def _choose(scores: torch.Tensor, do_sample: bool) -> tuple[torch.Tensor, torch.
     # A draft may overflow, or its own vocabulary may have no token that the processors allow; any guess is lossless.
     probs = torch.where(probs.sum(dim=-1, keepdim=True).isfinite(), probs, 1.0 / probs.shape[-1])
     return sample(probs), probs
+
+
+def warn_of_overflow(states: torch.Tensor) -> None:
+    """Say so, once, when a draft in float16 has left its range: its proposals are noise, and only acceptance tells."""
+    if not states.isfinite().all():
+        logger.warning_once(
+            "The draft's states overflowed float16, so its proposals are noise and nothing will be accepted; load the "
+            "draft with dtype=torch.bfloat16 or torch.float32."
+        )
 
 
 def within_range(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

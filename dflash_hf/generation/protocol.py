@@ -6,7 +6,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from .candidate_generator import DFlashCandidateGenerator
 from .decoding import decode
-from .pairing import check_generation, check_pair
+from .pairing import check_generation, check_pair, warn_of_long_context, warn_of_poor_pair
 
 
 class DraftProtocol:
@@ -22,6 +22,7 @@ class DraftProtocol:
         """
         check_pair(target, self)
         check_generation(target, self, generation_config, mode_kwargs)
+        warn_of_poor_pair(target, self, mode_kwargs.get("tokenizer"))
 
     def get_candidate_generator(
         self, target: Any, generation_config: Any, logits_processor: LogitsProcessorList | None
@@ -31,6 +32,7 @@ class DraftProtocol:
 
     def decode(self, target: Any, input_ids: Any, **kwargs: Any) -> Any:
         """Run our decoding loop on what `generate` has prepared."""
+        warn_of_long_context(self, input_ids.shape[1], kwargs["generation_config"])
         return decode(target, self, input_ids, **kwargs)
 
 
