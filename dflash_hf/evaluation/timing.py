@@ -162,12 +162,12 @@ class Recorder(BaseStreamer):
         Raises:
             ValueError: If neither a delivery nor a forward of the target was seen.
         """
-        first = next((i for i, entry in enumerate(self.log) if isinstance(entry, Delivery)), None)
-        if first is not None:
-            boundary, first_tokens = self.log[first].mark, self.log[first].tokens
+        first, delivery = next(((i, e) for i, e in enumerate(self.log) if isinstance(e, Delivery)), (None, None))
+        if delivery is not None:
+            boundary, first_tokens = delivery.mark, delivery.tokens
         else:  # a loop that takes no streamer
-            spans = ((i, e) for i, e in enumerate(self.log) if isinstance(e, Span) and e.name == "target")
-            first, prefill = next(spans, (None, None))
+            forwards = ((i, e) for i, e in enumerate(self.log) if isinstance(e, Span) and e.name == "target")
+            first, prefill = next(forwards, (None, None))
             if prefill is None:
                 raise ValueError("nothing was generated: the target did not run and no token was delivered")
             boundary, first_tokens = prefill.end, 1

@@ -78,12 +78,11 @@ def traced(draft: Any, trace: Trace) -> Iterator[None]:
     """Let generations with this draft fill `trace`; undone at the end."""
 
     def decode(target: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        names = ("logits_processor", "stopping_criteria", "generation_config")
-        options = [kwargs.pop(name) for name in names]
+        processor, criteria, config = map(kwargs.pop, ("logits_processor", "stopping_criteria", "generation_config"))
         streamer, synced_gpus = kwargs.pop("streamer", None), kwargs.pop("synced_gpus", False)
         for unused in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):
             kwargs.pop(unused, None)
-        loop = DecodingLoop(target, draft, input_ids, *options, kwargs)
+        loop = DecodingLoop(target, draft, input_ids, processor, criteria, config, kwargs)
         with _watching(loop, draft, trace):
             return loop.run(streamer, synced_gpus)
 

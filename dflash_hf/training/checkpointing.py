@@ -30,6 +30,16 @@ class AtomicCheckpoints:
     Under FSDP and DeepSpeed the optimiser's state is sharded and stays in the format of those.
     """
 
+    # Of the Trainer behind the mixin.
+    args: Any
+    state: Any
+    control: Any
+    accelerator: Any
+    optimizer: Any
+    lr_scheduler: Any
+    is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
+
     _is_writing_aside = False
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -103,7 +113,7 @@ class AtomicCheckpoints:
         path = self._rng_path(output_dir)
         version, numbers, cached = random.getstate()
         name, keys, place, has_gauss, gauss = np.random.get_state()
-        tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(keys.astype(np.int64))}
+        tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(np.asarray(keys).astype(np.int64))}
         if torch.cuda.is_available():
             tensors |= {f"cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
         save_file(tensors, path.with_suffix(".safetensors"))

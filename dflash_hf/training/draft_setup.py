@@ -142,6 +142,7 @@ def start_from_target(draft: Qwen3DFlashForDraft, target: Any) -> list[str]:
     """
     layers = decoder_layers(target)[-len(draft.layers) :]
     copied: list[str] = []
+    own: Any
     for index, (own, theirs) in enumerate(zip(draft.layers, layers, strict=True)):
         parameters = dict(theirs.named_parameters())
         for name, parameter in own.named_parameters():
@@ -155,7 +156,8 @@ def start_from_target(draft: Qwen3DFlashForDraft, target: Any) -> list[str]:
                 weight = getattr(own.self_attn, projection).weight * own.input_layernorm.weight
                 getattr(own.self_attn, norm).weight.fill_(weight.pow(2).sum(1).mean().sqrt())
     if "layers.0.input_layernorm.weight" in copied:
-        draft.hidden_norm.weight.copy_(draft.layers[0].input_layernorm.weight)
+        first: Any = draft.layers[0]
+        draft.hidden_norm.weight.copy_(first.input_layernorm.weight)
         size = draft.config.hidden_size
         draft.fc.weight.zero_()
         draft.fc.weight[:, -size:] = torch.eye(size)

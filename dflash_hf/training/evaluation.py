@@ -92,7 +92,8 @@ def evaluate(trainer: DFlashTrainer, dataset: Any) -> dict[str, float]:
     rank, world = trainer.args.process_index, trainer.args.world_size
     for number in range(rank, len(dataset), world):
         batch = trainer._prepare_inputs(trainer.eval_collator([dataset[number]]))
-        _add(sums, _sums_of(*score_response(trainer, batch), trainer))
+        predicted, labels, loss = score_response(trainer, batch)
+        _add(sums, _sums_of(predicted, labels, loss, trainer))
     for number in range(rank, min(trainer.args.real_eval_prompts, len(dataset)), world):
         lengths = decode(trainer, dataset[number])
         _add(sums, {"real_tokens": sum(lengths), "real_rounds": len(lengths)})

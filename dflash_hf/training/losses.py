@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -77,7 +78,7 @@ class ChunkedSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
+        ctx: Any,
         states: torch.Tensor,
         terms: Callable[[torch.Tensor, slice], torch.Tensor],
         chunk_size: int,
@@ -96,7 +97,7 @@ class ChunkedSum(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, scale: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         gradient, ctx.gradient = ctx.gradient, None
         return gradient * scale.to(gradient.dtype), None, None
 

@@ -46,7 +46,7 @@ class StateCache:
         self.with_head_inputs = with_head_inputs
         self.width = target.hidden_size * (len(target.target_layer_ids) + with_head_inputs)
         self.places: dict[int, tuple[Path, int, int]] = {}  # sequence -> file, first token, end
-        self.maps: dict[Path, np.memmap] = {}
+        self.maps: dict[Path, np.ndarray] = {}
         self._fill(sequences)
 
     def batch(self, sequences: Sequence[int], length: int) -> torch.Tensor:

@@ -50,10 +50,10 @@ def parse(arguments: list[str]) -> tuple[RunArguments, DFlashTrainingArguments]:
     from .arguments import RunArguments
     from .trainer import DFlashTrainingArguments
 
-    parser = HfArgumentParser((RunArguments, DFlashTrainingArguments), prog="dflash-hf train")  # type: ignore[arg-type]
+    parser = HfArgumentParser((RunArguments, DFlashTrainingArguments), prog="dflash-hf train")
     if arguments and arguments[0].endswith((".yaml", ".yml")):
         arguments = [*flags_of_yaml(Path(arguments[0])), *arguments[1:]]
-    return parser.parse_args_into_dataclasses(args=arguments)  # type: ignore[return-value]
+    return parser.parse_args_into_dataclasses(args=arguments)
 
 
 def flags_of_yaml(path: Path) -> list[str]:
