@@ -46,6 +46,7 @@ def cache_dir() -> Path:
 
 
 def sha256_of(path: Path) -> str:
+    """The file's SHA-256, as hexadecimal digits."""
     with path.open("rb") as file:
         digest = hashlib.sha256()
         while chunk := file.read(1 << 22):

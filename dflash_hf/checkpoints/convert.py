@@ -82,6 +82,7 @@ def _write_export(fields: dict[str, Any], tensors: "dict[str, torch.Tensor]", fo
 
 
 def add_parser(subparsers: Any) -> None:
+    """Declare `dflash-hf convert`."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "convert",
         help="write a draft in another published format",
@@ -97,6 +98,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Convert, and say what was read and written."""
     hub_kwargs = {} if args.revision is None else {"revision": args.revision}
     found = convert(args.source, args.destination, args.to, args.target, **hub_kwargs)
     print(f"{args.source} ({found}) -> {args.destination} ({args.to})")

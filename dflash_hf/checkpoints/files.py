@@ -53,6 +53,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
+    """A JSON file's object.
+
+    Raises:
+        OSError: If the file is missing.
+        ValueError: If it holds no JSON object.
+    """
     if not path.is_file():
         raise OSError(f"{path} is missing; a draft's folder holds it beside the weights.")
     try:

@@ -54,6 +54,7 @@ def card_metadata(facts: Facts) -> Any:
 
 
 def is_hub_name(name: str) -> bool:
+    """Whether a name is of the form `owner/repository`, as opposed to a folder."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None
 
 

@@ -94,6 +94,7 @@ def executed_files() -> list[str]:
 
 
 def main() -> None:
+    """Do the job given as JSON in the first argument; print what was found as JSON."""
     job = json.loads(sys.argv[1])
     sys.meta_path.insert(0, Hidden())
     import torch  # noqa: F401  (imported before the watch: what torch does at import is not the repository's doing)

@@ -136,6 +136,7 @@ def prepare_repository(api: Any, repo_id: str, private: bool, branch: str, user:
 
 
 def create_repository(api: Any, repo_id: str, private: bool) -> None:
+    """Create the repository, unless it is there."""
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
@@ -167,6 +168,7 @@ def refuse_other_models(api: Any, repo_id: str, oid: str, files: tuple[str, ...]
 
 
 def read_text(api: Any, repo_id: str, oid: str, name: str) -> str:
+    """A text file of the repository as it was at commit `oid`."""
     path = api.hf_hub_download(repo_id, name, revision=oid)
     with open(path, encoding="utf-8") as file:
         return file.read()
@@ -188,6 +190,11 @@ def make_operations(stage: Stage, remote: Remote) -> Iterator[Any]:
 
 
 def set_tag(api: Any, repo_id: str, tag: str, commit: Any) -> None:
+    """Tag the commit.
+
+    Raises:
+        UploadError: If the Hub refuses; the commit stays published.
+    """
     try:
         api.create_tag(repo_id, tag=tag, revision=commit.oid, exist_ok=True)
     except Exception as error:

@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_parser(subparsers: Any) -> None:
+    """Declare `dflash-hf upload`."""
     parser = subparsers.add_parser(
         "upload",
         help="publish a draft on the Hub",
@@ -80,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def stage_check_upload(args: argparse.Namespace, folder: Path) -> int:
+    """The whole command, in a staging folder; the exit status."""
     from .check import check_stage
     from .facts import collect_facts
     from .stage import stage_draft
@@ -140,6 +142,7 @@ def print_listing(stage: Stage) -> None:
 
 
 def upload(args: argparse.Namespace, stage: Stage, tag: str | None) -> None:
+    """Publish what has been staged and checked, and say where it is."""
     from .upload import publish
 
     done = publish(
@@ -159,4 +162,5 @@ def upload(args: argparse.Namespace, stage: Stage, tag: str | None) -> None:
 
 
 def say(text: str) -> None:
+    """Report progress on standard error."""
     print(text, file=sys.stderr, flush=True)

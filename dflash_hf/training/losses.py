@@ -54,6 +54,7 @@ def dpace_weights(label_probs: torch.Tensor, is_label: torch.Tensor, alpha: floa
 
 
 def at_least_float32(logits: torch.Tensor) -> torch.Tensor:
+    """The logits in float32, or in float64 where they are."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
