@@ -223,7 +223,8 @@ class DecodingLoop:
             seen.append(self.processor.one(0, context, logits[:, step]))
             return seen[-1]
 
-        verdict = accept_stepwise(proposal.tokens, proposal.probs, score_at, self.do_sample)
+        ends = self.stop_rule.eos_token_ids
+        verdict = accept_stepwise(proposal.tokens, proposal.probs, score_at, self.do_sample, ends)
         return verdict, torch.stack(seen, dim=1)
 
     def _commit_row(

@@ -58,9 +58,10 @@ class BlockProcessor:
         self.is_empty = not kinds
         self.is_pointwise = kinds <= POINTWISE
         self.is_stateful = not kinds <= POINTWISE | READS_CONTEXT
-        # A prefix constraint is told which row it sees. Rows are shown one at a time, so each gets its own copy.
+        # Rows are shown one at a time, so what tells them apart is copied for each: a prefix constraint is told the
+        # row's number, a repetition penalty skips the row's padding.
         self.by_row = [self.processors] * batch_size
-        if batch_size > 1 and lp.PrefixConstrainedLogitsProcessor in kinds:
+        if batch_size > 1 and kinds & {lp.PrefixConstrainedLogitsProcessor, lp.RepetitionPenaltyLogitsProcessor}:
             self.by_row = [_for_row(self.processors, row) for row in range(batch_size)]
 
     def one(self, row: int, prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -117,6 +118,10 @@ def _for_row(processors: lp.LogitsProcessorList, row: int) -> lp.LogitsProcessor
             allowed = processor._prefix_allowed_tokens_fn
             processor = lp.PrefixConstrainedLogitsProcessor(
                 lambda _, ids, allowed=allowed: allowed(row, ids), num_beams=1
+            )
+        elif isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor):
+            processor = lp.RepetitionPenaltyLogitsProcessor(
+                processor.penalty, processor.prompt_ignore_length[row : row + 1]
             )
         adapted.append(processor)
     return adapted

@@ -7,7 +7,7 @@ the first one falls, the token comes from norm(max(p - q, 0)); behind a block th
 Shapes: B batch, P proposals, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 import torch
@@ -66,8 +66,12 @@ def accept_stepwise(
     draft_probs: torch.Tensor | None,
     score_at: Callable[[int], torch.Tensor],
     do_sample: bool,
+    end_tokens: Container[int] = (),
 ) -> Verdict:
-    """The same rules for one row, computing the scores (1, V) of position i only once all before it stand."""
+    """The same rules for one row, computing the scores (1, V) of position i only once all before it stand.
+
+    Behind an end token no scores are computed; it counts as the target's own.
+    """
     accepted: list[torch.Tensor] = []
     for step in range(candidates.shape[1] + 1):
         scores = score_at(step)[:, None]  # (1, 1, V)
@@ -84,7 +88,7 @@ def accept_stepwise(
             stands = bool(verdict.accepted)
             own = verdict.tokens[:, :1]
         accepted.append(own)
-        if not stands:
+        if not stands or int(own) in end_tokens:
             break
     return Verdict(torch.cat(accepted, dim=1), candidates.new_full((1,), len(accepted) - 1))
 
