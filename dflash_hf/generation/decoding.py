@@ -20,7 +20,7 @@ from .drafting import Drafter
 from .processors import BlockProcessor
 from .proposals import Proposal, Proposer
 from .rollback import why_not_croppable
-from .sequences import Sequences
+from .sequences import DFlashGenerateOutput, Sequences
 from .settings import DraftSettings
 from .stopping import StopRule
 from .target_runner import TargetRunner
@@ -53,7 +53,7 @@ def decode(
     reason = why_not_drafted(input_ids, logits_processor, stopping_criteria, get_cache(model_kwargs))
     if reason is not None:
         logger.warning_once(f"Generating without the draft: {reason}.")
-        return target._sample(
+        output = target._sample(
             input_ids,
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
@@ -62,6 +62,9 @@ def decode(
             streamer=streamer,
             **model_kwargs,
         )
+        if isinstance(output, torch.Tensor):
+            return output
+        return DFlashGenerateOutput(**output, acceptance_lengths=[[] for _ in output.sequences])
     loop = DecodingLoop(target, draft, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
     return loop.run(streamer, synced_gpus)
 
@@ -188,6 +191,7 @@ class DecodingLoop:
             if not stops:
                 still_running.append(index)
         if is_round:
+            self.proposer.learn(proposal, counts)
             taps = self.runner.taps(outputs)
             del outputs
             if verdict.order is not None:
@@ -258,6 +262,7 @@ class DecodingLoop:
         """Let stopped rows go: they are neither drafted for, nor verified, nor stored from now on."""
         if len(still_running) == len(self.rows):
             return
+        self.last_rows = self.rows
         self.rows = [self.rows[index] for index in still_running]
         if self.rows:
             self.runner.select_rows(still_running)
@@ -265,8 +270,8 @@ class DecodingLoop:
 
     def _keep_peers_company(self) -> None:
         """Other processes still generate, and sharded weights need every process in every forward."""
-        self.runner.verify(self.sequences.anchors([0]))
-        self.runner.keep([0], 1)
+        self.runner.verify(self.sequences.anchors(self.last_rows))
+        self.runner.keep([0] * len(self.last_rows), 1)
 
 
 def _in_order(states: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

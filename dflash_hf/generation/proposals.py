@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from .drafting import Drafter, choose_candidates
+from .policy import chain_chances
 from .processors import BlockProcessor
 from .settings import DraftSettings
-from .tree import Tree, build_tree
+from .tree import Tree, assemble, best_prefixes, prefix_chances
 
 
 @dataclass
@@ -42,6 +43,8 @@ class Proposer:
         self.processor = processor
         self.settings = settings
         self.do_sample = do_sample
+        self.policy = settings.policy(do_sample)
+        self.chances: list[float] = []  # of this round's candidates to stand, by the draft's own account
 
     def propose(
         self,
@@ -66,12 +69,38 @@ class Proposer:
         depth = min(self.settings.num_proposals, num_slots - silent_slots, remaining - 1)
         if depth < 1:
             return Proposal(anchors[:, :0])
+        if self.policy is not None and not self.policy.wants_draft():
+            return Proposal(anchors[:, :0])
         logits = self.drafter.block_logits(anchors, num_slots)[:, :depth]
         if tree_budget:
-            tree = build_tree(self._scores_without_candidates(rows, prefixes, logits), tree_budget)
-            return Proposal(tree.tokens, tree=tree)
-        tokens, probs = choose_candidates(logits, self.processor, rows, prefixes, self.do_sample, self.drafter.refine)
-        return self._cut_unconfident(logits, Proposal(tokens, probs))
+            return self._tree(rows, prefixes, logits, tree_budget)
+        if self.policy is not None:
+            self.chances = chain_chances(logits)
+            depth = self.policy.choose(self.chances)
+            if depth == 0:
+                return Proposal(anchors[:, :0])
+        tokens, probs = choose_candidates(
+            logits[:, :depth], self.processor, rows, prefixes, self.do_sample, self.drafter.refine
+        )
+        return self._cut_unconfident(logits[:, :depth], Proposal(tokens, probs))
+
+    def learn(self, proposal: Proposal, counts: Sequence[int]) -> None:
+        """Take in how a round went: the tokens it committed per row, `counts`."""
+        if self.policy is not None:
+            accepted = sum(counts) / len(counts) - 1
+            self.policy.learn(self.chances[: proposal.width - 1], accepted, proposal.width)
+
+    def _tree(
+        self, rows: Sequence[int], prefixes: Sequence[torch.Tensor], logits: torch.Tensor, budget: int
+    ) -> Proposal:
+        levels = best_prefixes(self._scores_without_candidates(rows, prefixes, logits), budget)
+        if self.policy is not None:
+            self.chances = prefix_chances(levels, budget)
+            budget = self.policy.choose(self.chances)
+            if budget == 0:
+                return Proposal(levels[0].tokens[:, :0])
+        tree = assemble(levels, budget)
+        return Proposal(tree.tokens, tree=tree)
 
     def _scores_without_candidates(
         self, rows: Sequence[int], prefixes: Sequence[torch.Tensor], logits: torch.Tensor

@@ -3,7 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import GenerationConfig
+
+from .policy import USUAL_COSTS, WidthPolicy
+
+AUTO_TREE_BUDGET = 64
 
 
 @dataclass(frozen=True)
@@ -13,14 +18,19 @@ class DraftSettings:
     Attributes:
         num_proposals: Candidates put up for verification, at most.
         confidence_threshold: A block ends behind the first candidate whose probability is lower; 0: never.
-        tree_budget: Nodes of the candidate tree; 0: a chain.
+        tree_budget: Nodes of the candidate tree, at most where `is_adaptive`; 0: a chain.
+        is_adaptive: Whether each round chooses how many candidates to verify (`num_assistant_tokens_schedule="auto"`
+            or `draft_tree_budget="auto"`).
+        costs: Of drafting and of each further position, for the choice; `None`: measured.
         context_length: Context tokens the draft's full layers keep; `None`: all.
     """
 
     num_proposals: int
     confidence_threshold: float
-    tree_budget: int | str
+    tree_budget: int
     context_length: int | None
+    is_adaptive: bool = False
+    costs: tuple[float, float] | None = None
 
     @classmethod
     def read(cls, draft: Any, generation_config: Any) -> "DraftSettings":
@@ -41,11 +51,14 @@ class DraftSettings:
             return default if value is None else value
 
         most = draft.config.num_proposals
+        tree_budget = knob("draft_tree_budget", 0)
         settings = cls(
             num_proposals=knob("num_assistant_tokens", most),
             confidence_threshold=knob("assistant_confidence_threshold", 0.0),
-            tree_budget=knob("draft_tree_budget", 0),
+            tree_budget=AUTO_TREE_BUDGET if tree_budget == "auto" else tree_budget,
             context_length=knob("draft_context_length", None),
+            is_adaptive="auto" in (tree_budget, knob("num_assistant_tokens_schedule", None)),
+            costs=knob("draft_costs", None),
         )
         if not isinstance(settings.num_proposals, int) or not 0 <= settings.num_proposals <= most:
             raise ValueError(
@@ -68,7 +81,20 @@ class DraftSettings:
                 f"`draft_context_length` must be at least 1 token, got {settings.context_length}; leave it out to "
                 "keep the whole context."
             )
+        if settings.costs is not None and not (len(settings.costs) == 2 and min(settings.costs) >= 0):
+            raise ValueError(
+                "`draft_costs` must be two numbers, the cost of drafting a block and of each further verified "
+                "position "
+                f"relative to a one-token forward of the target, got {settings.costs!r}; leave it out to measure them."
+            )
         return settings
+
+    def policy(self, do_sample: bool) -> WidthPolicy | None:
+        """A fresh policy where the width is chosen each round. It measures with a clock unless runs must repeat."""
+        if not self.is_adaptive:
+            return None
+        must_repeat = do_sample or torch.are_deterministic_algorithms_enabled()
+        return WidthPolicy(self.costs or (USUAL_COSTS if must_repeat else None))
 
 
 __all__ = ["DraftSettings"]

@@ -36,7 +36,12 @@ class Tree:
 
 
 def build_tree(scores: torch.Tensor, budget: int) -> Tree:
-    """The `budget` most probable prefixes (fewer where the vocabulary allows fewer).
+    """The tree of the `budget` most probable prefixes of scores (B, P, V)."""
+    return assemble(best_prefixes(scores, budget), budget)
+
+
+def best_prefixes(scores: torch.Tensor, budget: int) -> list["Level"]:
+    """The `budget` most probable prefixes of every depth (fewer where the vocabulary allows fewer).
 
     Args:
         scores: The draft's scores, (B, P, V); position p is depth p + 1.
@@ -44,20 +49,20 @@ def build_tree(scores: torch.Tensor, budget: int) -> Tree:
     """
     log_probs = scores.float().log_softmax(dim=-1)
     best, token = log_probs.topk(min(budget, log_probs.shape[-1]), dim=-1)  # (B, P, k)
-    level = _Level(best.new_zeros(best.shape[0], 1), None, None, first=-1)  # the root
-    levels: list[_Level] = []
+    level = Level(best.new_zeros(best.shape[0], 1), None, None, first=-1)  # the root
+    levels: list[Level] = []
     for depth in range(best.shape[1]):
         joint = (level.log_probs[:, :, None] + best[:, depth, None, :]).flatten(1)  # (B, M * k)
         values, index = _largest(joint, budget)
         parents = level.first + index // best.shape[-1]
         first = level.first + level.log_probs.shape[1]
-        level = _Level(values, token[:, depth].gather(1, index % best.shape[-1]), parents, first)
+        level = Level(values, token[:, depth].gather(1, index % best.shape[-1]), parents, first)
         levels.append(level)
-    return _assemble(levels, budget)
+    return levels
 
 
 @dataclass
-class _Level:
+class Level:
     """The best prefixes of one depth: all levels together are one list of entries, numbered from `first` on."""
 
     log_probs: torch.Tensor  # (B, M)
@@ -72,7 +77,13 @@ def _largest(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tens
     return ordered[:, :count], index[:, :count]
 
 
-def _assemble(levels: list[_Level], budget: int) -> Tree:
+def prefix_chances(levels: list[Level], budget: int) -> list[float]:
+    """The draft's probability of each of the best `budget` prefixes, in descending order, averaged over the rows."""
+    log_probs = torch.cat([level.log_probs for level in levels], dim=1)
+    return _largest(log_probs, budget)[0].exp().mean(dim=0).tolist()
+
+
+def assemble(levels: list[Level], budget: int) -> Tree:
     """Keep the best `budget` of all entries. On a tie the shallower wins, so that no node loses its parent."""
     values = torch.cat([level.log_probs for level in levels], dim=1)
     batch_size, num_entries = values.shape
@@ -132,4 +143,4 @@ def node_contexts(tree: Tree, prefixes: Sequence[torch.Tensor]) -> list[list[tor
     return contexts
 
 
-__all__ = ["Tree", "build_tree", "node_contexts", "walk"]
+__all__ = ["Tree", "assemble", "best_prefixes", "build_tree", "node_contexts", "prefix_chances", "walk"]
