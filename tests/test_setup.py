@@ -127,8 +127,9 @@ def test_every_imported_package_is_declared():
     peers = [line for line in (ROOT / "requirements-peers.txt").read_text().splitlines() if not line.startswith("#")]
     declared = {_normal(Requirement(line).name) for line in itertools.chain(peers, *lists)}
     providers = importlib.metadata.packages_distributions()
-    for path in MODULES:
-        for name in _third_party_imports(path):
+    tests = sorted((ROOT / "tests").glob("*.py"))
+    for path in [*MODULES, *tests]:
+        for name in _third_party_imports(path) - {test.stem for test in tests}:
             assert {_normal(provider) for provider in providers.get(name, [name])} & declared, f"{path}: {name}"
 
 
