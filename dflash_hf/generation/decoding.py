@@ -125,11 +125,13 @@ class DecodingLoop:
         self.streamer = streamer
         try:
             self._prefill()
-            while self.target._has_unfinished_sequences(not self.rows, synced_gpus, self.sequences.buffer.device):
-                if self.rows:
-                    self._round()
-                else:
-                    self._keep_peers_company()
+            device = self.sequences.buffer.device
+            with self.target._optimize_model_for_decode():
+                while self.target._has_unfinished_sequences(not self.rows, synced_gpus, device):
+                    if self.rows:
+                        self._round()
+                    else:
+                        self._keep_peers_company()
         finally:
             self.runner.close()
         if streamer is not None:

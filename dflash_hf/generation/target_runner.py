@@ -109,8 +109,7 @@ class TargetRunner:
             inputs["logits_to_keep"] = width
         if self.recurrent is not None:
             self.recurrent.save()
-        with self.target._optimize_model_for_decode():
-            outputs = self.target(**inputs, return_dict=True)
+        outputs = self.target(**inputs, return_dict=True)
         self.length += width
         return outputs
 
