@@ -40,6 +40,7 @@ class Failure:
     headers: dict[str, str]
     cut_after: int | None
     after: int
+    lose_answer: bool
 
 
 @dataclass
@@ -138,15 +139,17 @@ class HubServer:
         message: str = "told to fail",
         cut_after: int | None = None,
         after: int = 0,
+        lose_answer: bool = False,
         **headers: str,
     ) -> None:
         """Make the next `times` requests of `step` fail, once `after` of them have gone through.
 
-        With `cut_after` the connection breaks after that many bytes of the request's body, and no answer is sent.
+        With `cut_after` the connection breaks after that many bytes of the request's body, and no answer is sent. With
+        `lose_answer` the request is carried out and the connection breaks instead of the answer.
         """
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         with self.lock:
-            self.failures.append(Failure(step, status, times, message, named, cut_after, after))
+            self.failures.append(Failure(step, status, times, message, named, cut_after, after, lose_answer))
 
     def next_failure(self, step: str) -> Failure | None:
         with self.lock:
@@ -206,6 +209,10 @@ class HubHandler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(payload)
 
+    def hang_up(self) -> None:
+        self.close_connection = True
+        self.connection.close()
+
     def handle_request(self) -> None:
         parts = urlsplit(self.path)
         self.query = parse_qs(parts.query)
@@ -216,17 +223,17 @@ class HubHandler(BaseHTTPRequestHandler):
         failure = self.hub.next_failure(step)
         if failure and failure.cut_after is not None:
             self.read_body(limit=failure.cut_after)
-            self.close_connection = True
-            self.connection.close()
-            return
+            return self.hang_up()
         self.body = self.read_body()
         try:
-            if failure:
+            if failure and not failure.lose_answer:
                 raise error(failure.status, failure.message, **failure.headers)
             with self.hub.lock:
                 function(*arguments)
             raise AssertionError(f"{step} gave no answer")
         except Reply as reply:
+            if failure and failure.lose_answer:
+                return self.hang_up()
             self.send(reply.status, reply.body, reply.headers)
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_request

@@ -263,13 +263,26 @@ def test_connection_that_keeps_breaking_publishes_nothing_and_sent_files_are_not
     assert hub.count("put") == before + 1
 
 
-def test_commit_whose_answer_was_lost_is_found_by_the_next_run(hub, stage, waits):
+def test_commit_that_breaks_off_leaves_the_earlier_one(hub, stage, waits):
     publish(stage, REPO, api=client(hub))
+    before = published(hub)
     hub.fail("commit", cut_after=10)
     (stage.folder / "modeling_dflash.py").write_text("x = 2\n")
-    assert "run this again to go on" in refusal(read_stage(stage.folder), hub)
+    assert "all of it or nothing is published" in refusal(read_stage(stage.folder), hub)
+    assert published(hub) == before
     publish(read_stage(stage.folder), REPO, api=client(hub))
     assert published(hub)["modeling_dflash.py"] == b"x = 2\n"
+
+
+def test_commit_whose_answer_was_lost_is_not_denied_and_the_next_run_finds_it(hub, stage, waits):
+    hub.fail("commit", lose_answer=True)
+    with pytest.raises(UploadError, match="all of it or nothing is published in org/draft, run this again") as caught:
+        publish(stage, REPO, api=client(hub))
+    assert "nothing was published" not in str(caught.value)
+    assert published(hub) == contents(stage)
+    done = publish(stage, REPO, tag="dflash-1", api=client(hub))
+    assert len(hub.repositories[REPO].log) == 2
+    assert hub.repositories[REPO].refs["dflash-1"] == done.oid == hub.repositories[REPO].refs["main"]
 
 
 def test_commit_of_somebody_else_in_between_is_not_overwritten(hub, stage, monkeypatch):
@@ -287,7 +300,7 @@ def test_commit_of_somebody_else_in_between_is_not_overwritten(hub, stage, monke
     assert published(hub) == {"README.md": b"# theirs\n"}
 
 
-def test_interrupted_upload_says_that_nothing_was_published(hub, stage, monkeypatch):
+def test_interrupted_upload_says_what_is_published(hub, stage, monkeypatch):
     hub.add_repository(REPO)
     api = client(hub)
 
@@ -295,7 +308,9 @@ def test_interrupted_upload_says_that_nothing_was_published(hub, stage, monkeypa
         raise KeyboardInterrupt
 
     monkeypatch.setattr(api, "create_commit", interrupted)
-    with pytest.raises(UploadError, match="Interrupted while uploading; nothing was published"):
+    with pytest.raises(
+        UploadError, match="Interrupted while uploading; all of it or nothing is published in org/draft"
+    ):
         publish(stage, REPO, api=api)
 
 
@@ -313,6 +328,26 @@ def test_tag_that_cannot_be_set_is_reported_with_the_commit(hub, stage):
         publish(stage, REPO, tag="dflash-1", api=client(hub))
     done = publish(stage, REPO, tag="dflash-1", api=client(hub))
     assert hub.repositories[REPO].refs["dflash-1"] == done.oid
+
+
+def test_failure_of_the_xet_transfer_is_one_sentence(hub, stage, monkeypatch):
+    pytest.importorskip("hf_xet")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", False)
+    hub.add_repository(REPO)
+    assert "run this again to go on" in refusal(stage, hub)
+    assert "xet-write-token" in hub.requests[-1][2]
+
+
+def test_token_that_the_xet_storage_refuses_is_one_sentence(hub, stage, monkeypatch):
+    hf_xet = pytest.importorskip("hf_xet")
+    api = client(hub)
+
+    def refused(**arguments):
+        raise hf_xet.XetAuthenticationError("token expired")
+
+    monkeypatch.setattr(api, "create_commit", refused)
+    with pytest.raises(UploadError, match=r"storage refused the token \(token expired\)"):
+        publish(stage, REPO, api=api)
 
 
 def test_error_of_our_own_is_not_dressed_up_as_the_hubs(hub, stage, monkeypatch):

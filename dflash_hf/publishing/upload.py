@@ -20,6 +20,7 @@ from .stage import Stage
 STALE = ("*.py", "*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth", "*.pkl", "figures/*")
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx")
 QUOTA_WORDS = ("quota", "storage limit", "storage space", "exceeded", "billing")
+UPLOADING = "uploading"
 TOKENS_URL = "https://huggingface.co/settings/tokens"
 
 
@@ -79,7 +80,7 @@ def publish(
         user = check_token(api)
     remote = prepare_repository(api, repo_id, private, branch, user)
     operations = list(make_operations(stage, remote))
-    with worded(repo_id, "uploading"):
+    with worded(repo_id, UPLOADING):
         commit = api.create_commit(
             repo_id=repo_id,
             operations=operations,
@@ -213,7 +214,7 @@ def worded(repo_id: str, doing: str) -> Iterator[None]:
         raise
     except KeyboardInterrupt as error:
         raise UploadError(
-            f"Interrupted while {doing}; nothing was published in {repo_id}, run this again to go on."
+            f"Interrupted while {doing}; {_outcome(repo_id, doing)}, run this again to go on."
         ) from error
     except Exception as error:
         sentence = explain(error, repo_id, doing)
@@ -227,12 +228,15 @@ def explain(error: BaseException, repo_id: str, doing: str) -> str | None:
     cause = _root(error)
     response = getattr(cause, "response", None)
     reason, after = _reason(cause), f"nothing was published in {repo_id}"
+    again = f"{_outcome(repo_id, doing)}, run this again to go on."
     if response is None:
-        if not _is_network(cause):
+        if type(cause).__name__ == "XetAuthenticationError":
+            return f"The Hub's storage refused the token ({reason}); {after}, make one that may write at {TOKENS_URL}."
+        # The Xet client words some failures of its transfer as a plain RuntimeError.
+        if not _is_network(cause) and not isinstance(cause, RuntimeError):
             return None
-        return f"The connection to the Hub failed while {doing} ({reason}); {after}, run this again to go on."
+        return f"The connection to the Hub failed while {doing} ({reason}); {again}"
     status = response.status_code
-    again = f"{after}, run this again to go on."
     if status in (402, 403, 413, 507) and any(word in reason.lower() for word in QUOTA_WORDS):
         elsewhere = "free space or choose another --repo-id."
         return f"The storage quota does not allow this upload to {repo_id} ({reason}); {after}, {elsewhere}"
@@ -242,12 +246,17 @@ def explain(error: BaseException, repo_id: str, doing: str) -> str | None:
         advice = "ask for write access or choose another --repo-id."
         return f"This token may not write to {repo_id} ({reason}); {after}, {advice}"
     if status in (409, 412):
-        return f"Somebody else changed {repo_id} in the meantime ({reason}); {again}"
+        return f"Somebody else changed {repo_id} in the meantime ({reason}); {after}, run this again to go on."
     if status == 429:
         wait = response.headers.get("Retry-After")
         pause = f"wait {wait} seconds" if wait else "wait a while"
         return f"The Hub limits the rate of requests ({reason}); {after}, {pause} and run this again to go on."
     return f"The Hub answered {status} while {doing} ({reason}); {again}"
+
+
+def _outcome(repo_id: str, doing: str) -> str:
+    """What is published after a failure that was no refusal: the answer to a commit may be what was lost."""
+    return f"{'all of it or nothing is' if doing == UPLOADING else 'nothing was'} published in {repo_id}"
 
 
 def _root(error: BaseException) -> BaseException:
