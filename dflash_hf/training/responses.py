@@ -1,4 +1,7 @@
-"""The target's own answers to prompts: by local batched ``generate``, or from any OpenAI-compatible server."""
+"""The target's own answers to prompts by local batched `generate`, and what any answer must be to be trained on.
+
+Shapes: B batch, S context.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,12 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+Progress = Callable[[int, int], None]  # rows answered, tokens of their answers
+
 
 @dataclass(frozen=True)
 class Response:
-    """One answered prompt: ``token_ids`` are the answer's alone, its end-of-sequence token included."""
+    """One answered prompt: `token_ids` are the answer's alone, its end-of-sequence token included."""
 
     prompt: Prompt
     token_ids: list[int]
@@ -25,7 +30,10 @@ class Response:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn. ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 cut nothing off."""
+    """How answers are drawn and cut.
+
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 cut nothing off; `loop_repeats` 0 keeps loops.
+    """
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -37,13 +45,15 @@ class Sampling:
 
 
 class Responder(Protocol):
-    """Answers prompts. ``start`` may begin at once; the function it returns waits for the answers, in order."""
+    """Answers prompts. `start` may begin at once; the function it returns waits for the answers, in order."""
 
     def start(self, prompts: Sequence[Prompt], seed: int) -> Callable[[], list[Response | Failure]]: ...
 
+    def close(self) -> None: ...
+
 
 def loop_start(token_ids: Sequence[int], ngram: int, repeats: int) -> int | None:
-    """Where an answer has begun to loop: the end of the ``repeats``-th occurrence of one n-gram, or None.
+    """Where an answer has begun to loop: the end of the `repeats`-th occurrence of one n-gram, or None.
 
     Small targets fall into endless repetition. What comes after this point teaches a draft nothing but the loop.
     """
@@ -59,11 +69,12 @@ def loop_start(token_ids: Sequence[int], ngram: int, repeats: int) -> int | None
 
 
 def finish(prompt: Prompt, token_ids: list[int], eos_ids: Sequence[int], sampling: Sampling) -> Response | Failure:
-    """An answer cut at its end-of-sequence token or at the start of a loop; an empty one is a failure."""
+    """An answer cut at its end-of-sequence token or where it begins to loop; an empty one is a failure."""
     stop = next((i for i, token in enumerate(token_ids) if token in eos_ids), None)
     reason = "length" if stop is None else "stop"
     token_ids = token_ids if stop is None else token_ids[: stop + 1]
-    if (loop := loop_start(token_ids, sampling.loop_ngram, sampling.loop_repeats)) is not None and loop < len(token_ids):
+    loop = loop_start(token_ids, sampling.loop_ngram, sampling.loop_repeats)
+    if loop is not None and loop < len(token_ids):
         token_ids, reason = token_ids[:loop], "loop"
     if not token_ids or (len(token_ids) == 1 and reason == "stop"):
         return Failure(prompt.row, "the target gave an empty response")
@@ -71,7 +82,16 @@ def finish(prompt: Prompt, token_ids: list[int], eos_ids: Sequence[int], samplin
 
 
 class LocalResponder:
-    """Batched ``generate`` in segments: after each segment, rows that have ended leave the batch and its cache."""
+    """Batched `generate` in segments: after each segment, rows that have ended leave the batch and its cache.
+
+    Args:
+        target: A causal language model, in evaluation mode.
+        tokenizer: Its tokenizer, for the padding token.
+        sampling: How answers are drawn.
+        batch_size: Rows at a time, taken in the order of their prompts' length.
+        segment: Tokens between two looks at which rows have ended.
+        progress: Told of every finished batch.
+    """
 
     def __init__(
         self,
@@ -80,39 +100,42 @@ class LocalResponder:
         sampling: Sampling,
         batch_size: int = 32,
         segment: int = 32,
-        progress: Callable[[int, int], None] = lambda rows, tokens: None,
+        progress: Progress = lambda rows, tokens: None,
     ) -> None:
         self.target = target
         self.sampling = sampling
         self.batch_size = batch_size
-        self.segment = segment
+        self.segment = segment if _rows_can_leave(target) else sampling.max_new_tokens
         self.progress = progress
-        eos = target.generation_config.eos_token_id
-        eos = tokenizer.eos_token_id if eos is None else eos
-        self.eos_ids: list[int] = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        self.eos_ids = eos_ids_of(target.generation_config, tokenizer)
         pad = tokenizer.pad_token_id
         self.pad_id: int = pad if pad is not None else (self.eos_ids[0] if self.eos_ids else 0)
 
     def start(self, prompts: Sequence[Prompt], seed: int) -> Callable[[], list[Response | Failure]]:
         return lambda: self.answer(prompts, seed)
 
+    def close(self) -> None:
+        """Nothing runs on behind this one."""
+
     def answer(self, prompts: Sequence[Prompt], seed: int) -> list[Response | Failure]:
+        """The answers in the prompts' order; with a temperature, `seed` and the prompts decide them."""
         import torch
 
         torch.manual_seed(seed)
         by_length = sorted(prompts, key=lambda prompt: (len(prompt.token_ids), prompt.row))
         answers: dict[int, Response | Failure] = {}
         for begin in range(0, len(by_length), self.batch_size):
-            for answer in self._answer_batch(by_length[begin : begin + self.batch_size]):
-                answers[answer.row if isinstance(answer, Failure) else answer.prompt.row] = answer
+            batch = by_length[begin : begin + self.batch_size]
+            answers |= dict(zip((prompt.row for prompt in batch), self._answer_batch(batch), strict=True))
         return [answers[prompt.row] for prompt in prompts]
 
     def _answer_batch(self, batch: Sequence[Prompt]) -> list[Response | Failure]:
         """Answers of one batch; one that fails (out of memory, say) is halved until the failing row stands alone."""
         try:
             generated = self._generate(batch)
-        except RuntimeError as error:
+        except (RuntimeError, IndexError, ValueError) as error:
             if len(batch) == 1:
+                self.progress(1, 0)
                 return [Failure(batch[0].row, f"{type(error).__name__}: {error}")]
             half = len(batch) // 2
             return self._answer_batch(batch[:half]) + self._answer_batch(batch[half:])
@@ -121,31 +144,31 @@ class LocalResponder:
         return answers
 
     def _generate(self, batch: Sequence[Prompt]) -> list[list[int]]:
-        """The raw new tokens of every row of a batch."""
+        """The new tokens of every row of a batch, with whatever follows their end."""
         import torch
         from transformers import DynamicCache
 
+        from ..generation.compat import CACHE_KEY
+
         ids, mask = self._padded(batch)  # (B, S)
         prompt_length = ids.shape[1]
+        limit = self.sampling.max_new_tokens
         answers: list[list[int]] = [[] for _ in batch]
         rows = list(range(len(batch)))
-        cache = DynamicCache(config=self.target.config)
-        limit = self.sampling.max_new_tokens
+        cache = DynamicCache(config=self.target.config) if self.segment < limit else None
+        arguments = self._generate_arguments() | ({} if cache is None else {CACHE_KEY: cache})
         while rows and (done := ids.shape[1] - prompt_length) < limit:
             step = min(self.segment, limit - done)
-            ids = self.target.generate(
-                ids, attention_mask=mask, past_key_values=cache, max_new_tokens=step, **self._generate_arguments()
-            )
+            ids = self.target.generate(ids, attention_mask=mask, max_new_tokens=step, **arguments)
             mask = torch.cat([mask, mask.new_ones(len(rows), ids.shape[1] - mask.shape[1])], dim=1)
             for row, answer in zip(rows, ids[:, prompt_length:].tolist(), strict=True):
                 answers[row] = answer
-            going = [i for i, row in enumerate(rows) if not self._ended(answers[row])]
-            if len(going) < len(rows):
-                rows = [rows[i] for i in going]
-                kept = torch.tensor(going, dtype=torch.long, device=ids.device)
+            going = [place for place, row in enumerate(rows) if not self._ended(answers[row])]
+            if 0 < len(going) < len(rows) and cache is not None:
+                kept = torch.tensor(going, device=ids.device)
                 ids, mask = ids[kept], mask[kept]
-                if rows:
-                    cache.batch_select_indices(kept)
+                cache.batch_select_indices(kept)
+            rows = [rows[place] for place in going]
         return answers
 
     def _ended(self, answer: list[int]) -> bool:
@@ -173,3 +196,20 @@ class LocalResponder:
             "top_p": self.sampling.top_p,
             "top_k": self.sampling.top_k,
         }
+
+
+def eos_ids_of(generation_config: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every token that ends an answer: the generation config's, else the tokenizer's one."""
+    named = getattr(generation_config, "eos_token_id", None)
+    named = tokenizer.eos_token_id if named is None else named
+    return [] if named is None else [named] if isinstance(named, int) else list(named)
+
+
+def _rows_can_leave(target: PreTrainedModel) -> bool:
+    """Whether rows can be taken out of the target's cache: recurrent states and caches of a model's own may not."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    if getattr(target, "_is_stateful", False):
+        return False
+    layers = DynamicCache(config=target.config).layers
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)

@@ -1,8 +1,8 @@
 """A folder of training sequences that is written over many sittings: Parquet shards, failures aside, one manifest.
 
-Shard ``k`` answers rows ``k * shard_size`` to ``(k + 1) * shard_size - 1`` of the input and is renamed into place when it is
-complete. What exists is therefore done and what does not is not: a run killed at any moment loses at most the shards it had
-in work, and no row is ever there twice.
+Shard `k` answers rows `k * shard_size` to `(k + 1) * shard_size - 1` of the input and is renamed into place when it is
+complete. What exists is therefore done and what does not is not: a run killed at any moment loses at most the shards
+that it had in work, and no row is ever there twice.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MANIFEST_NAME = "manifest.json"
 LOCK_NAME = ".writing.lock"
+# A file may move, and a run may go over from a local target to a server: neither changes what is asked.
+NOT_COMPARED = ("source", "dtype")
 COUNTS_KEY = b"dflash_hf.counts"
 
 
@@ -34,7 +36,7 @@ def failures_path(folder: Path, index: int) -> Path:
 
 
 def schema() -> pyarrow.Schema:
-    """The columns of a shard. ``input_ids`` is prompt and answer, ``prompt_length`` tells where the answer starts."""
+    """The columns of a shard. `input_ids` is prompt and answer, `prompt_length` tells where the answer starts."""
     import pyarrow as pa
 
     return pa.schema(
@@ -151,7 +153,7 @@ def check_same_run(folder: Path, stored: dict[str, Any], wanted: dict[str, Any])
     for section in ("target", "input", "generation"):
         for name in sorted(stored.get(section, {}).keys() | wanted[section].keys()):
             before, now = stored.get(section, {}).get(name), wanted[section].get(name)
-            if before != now:
+            if before != now and name not in NOT_COMPARED:
                 raise ValueError(
                     f"{folder} was begun with {section}.{name}={before!r} and this run has {now!r}: give the same "
                     "settings to continue it, or name another --output folder"
