@@ -65,6 +65,9 @@ class DFlashCandidateGenerator(CandidateGenerator):
         scores = None if probs is None else probs.log()
         return torch.cat([input_ids, candidates], dim=1), scores
 
+    def update_candidate_strategy(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: a block is always drafted whole. Transformers 5.17 requires the method."""
+
     def _observe(self, outputs: Any, length: int, n_last_matches: int) -> None:
         """Take over the states of the accepted tokens of the target's last forward."""
         taps = tapped_states(self.target, outputs, self.target_layer_ids)
