@@ -232,6 +232,8 @@ class Qwen3DFlashForDraft(DraftProtocol, DraftRepository, Qwen3PreTrainedModel):
         Returns:
             `last_hidden_state` (B, K, H), normed: ready for `compute_logits`.
         """
+        if cache is None:  # under the name that Transformers' own DFlash path gives it in this version
+            cache = kwargs.pop(CACHE_KEY, None)
         num_new = 0 if context_hidden_states is None else context_hidden_states.shape[1]
         if position_ids is None:
             start = cache.get_seq_length() if cache is not None else 0
