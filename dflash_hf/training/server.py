@@ -3,8 +3,8 @@
 The exact token ids matter, and a chat server speaks text. A server that returns token ids (vLLM's `return_token_ids`)
 is taken at its word, and its prompt must be the one that the target's chat template gives here. From any other the
 text is tokenised once, the tokens must decode to that very text, and the target's end-of-sequence token is added where
-the server says that the target ended. A row that fails is set aside with the reason; a server that stops answering ends
-the run, which can then be continued.
+the server says that the target ended. A row that fails is set aside with the reason; a server that stops answering
+ends the run, which can then be continued.
 """
 
 from __future__ import annotations
