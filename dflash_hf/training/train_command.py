@@ -176,3 +176,16 @@ def report_skipped(source: str, used: int, skipped: dict[str, int]) -> None:
     """Say on standard error how many sequences are used, and why the others are not."""
     reasons = "".join(f", {count} skipped ({reason})" for reason, count in skipped.items())
     print(f"{source}: {used} sequences{reasons}", file=sys.stderr)
+
+
+def main() -> int:
+    """Run as a module, without the rest of the command line."""
+    try:
+        return run(argparse.Namespace(arguments=sys.argv[1:]))
+    except ValueError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
