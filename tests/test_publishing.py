@@ -20,6 +20,7 @@ from dflash_hf.publishing.facts import collect_facts
 from dflash_hf.publishing.stage import Stage, content_tag, read_stage, stage_draft
 from dflash_hf.publishing.stranger import weights_digest
 from dflash_hf.publishing.upload_command import open_draft
+from dflash_hf.publishing.upload_command import target_folder as target_folder_of
 from helpers import ROOT, VOCABULARY, greedy, random_prompt, tiny_draft, tiny_target
 from hub_server import HubServer
 from test_card import RECORD, TRAINING
@@ -66,7 +67,7 @@ def source(draft, tmp_path) -> Path:
 
 
 def stage_into(draft, folder: Path, source: Path | None = None, max_shard_size: str = "5GB", **answers) -> Stage:
-    facts = collect_facts(draft, source, **({} if source else ANSWERS), **answers)
+    facts = collect_facts(draft, source, name=folder.name, **({} if source else ANSWERS), **answers)
     return stage_draft(draft, facts, folder, source=source, max_shard_size=max_shard_size)
 
 
@@ -86,6 +87,11 @@ def test_staging_twice_gives_the_same_bytes(draft, source, tmp_path, size):
     weights = [file.path for file in first.files if file.path.endswith(".safetensors")]
     assert ("model.safetensors.index.json" in contents(tmp_path / "a")) == (len(weights) > 1)
     assert (len(weights) > 1) == (size == "20KB")
+
+
+def test_card_is_named_by_the_repository_or_by_the_staged_folder(draft, source, tmp_path):
+    assert "\n# Best-DFlash\n" in stage_into(draft, tmp_path / "Best-DFlash", source).card
+    assert "\n# Other\n" in stage_into(draft, tmp_path / "Best-DFlash", source, repo_id="me/Other").card
 
 
 def test_staging_a_staged_folder_gives_it_again(draft, source, tmp_path):
@@ -273,7 +279,18 @@ def hub_upload(*arguments: str, **environment: str) -> subprocess.CompletedProce
 def hub(monkeypatch):
     with HubServer() as server:
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
+        template = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
         yield server
+
+
+def test_target_to_check_with_may_be_a_name_on_the_hub(hub, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    hub.add_repository("org/tiny", {"config.json": b"{}", "model.safetensors": b"weights"})
+    assert (target_folder_of("org/tiny") / "model.safetensors").read_bytes() == b"weights"
+    with pytest.raises(ValueError, match="The target org/none is no folder and could not be downloaded"):
+        target_folder_of("org/none")
 
 
 def test_dry_run_lists_files_hashes_and_card_and_sends_nothing(hub, source, target_folder, tmp_path, capsys):
@@ -458,14 +475,14 @@ local = dflash_hf.Qwen3DFlashForDraft.from_pretrained("org/first")
 seen["modules"] = [type(local).__module__, type(remote).__module__.split(".")[0]]
 seen["tokens"] = [run(remote), run(local), run(remote)]
 seen["plain"] = run(None)
-seen["by auto"] = type(AutoModel.from_pretrained("org/first")).__module__
+seen["by auto"] = [type(AutoModel.from_pretrained("org/first")).__module__, type(load("org/first", "main")).__module__]
 """
     seen = stranger(tmp_path, hub, body, target_folder, hide=False)
     expected = greedy(target, random_prompt(6), 16).tolist()
     assert seen["modules"] == ["dflash_hf.modeling_dflash", "transformers_modules"]
     assert seen["tokens"] == [expected] * 3
     assert seen["plain"] == seen["first"] == expected
-    assert seen["by auto"] == "dflash_hf.modeling_dflash"
+    assert seen["by auto"] == ["dflash_hf.modeling_dflash"] * 2
 
 
 # -- the embedded draft ------------------------------------------------------------------------------------------

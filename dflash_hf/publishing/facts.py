@@ -74,6 +74,7 @@ def collect_facts(
     draft: Any,
     source: Path | None,
     *,
+    name: str | None = None,
     repo_id: str | None = None,
     base_model: str | None = None,
     license: str | None = None,
@@ -81,6 +82,8 @@ def collect_facts(
     benchmark: Path | None = None,
 ) -> Facts:
     """The facts of a loaded draft. `source` is the folder it came from, where it came from one.
+
+    Its name is that of the repository, else `name`, else that of the folder.
 
     Raises:
         ValueError: If no source names the target or the licence, or a record is unreadable.
@@ -100,7 +103,7 @@ def collect_facts(
         )
     config = draft.config
     return Facts(
-        name=repo_id.split("/")[-1] if repo_id else _folder_name(source, target),
+        name=repo_id.split("/")[-1] if repo_id else name or _folder_name(source, target),
         base_model=target,
         license=str(licence),
         block_size=config.block_size,

@@ -89,7 +89,13 @@ def stage_check_upload(args: argparse.Namespace, folder: Path) -> int:
     draft, source = open_draft(args.draft)
     records = {"training": args.training, "benchmark": args.benchmark}
     facts = collect_facts(
-        draft, source, repo_id=args.repo_id, base_model=args.base_model, license=args.license, **records
+        draft,
+        source,
+        name=args.stage.resolve().name if args.stage else None,
+        repo_id=args.repo_id,
+        base_model=args.base_model,
+        license=args.license,
+        **records,
     )
     if args.create_pr:  # the tag that the card would pin is set on the commit, which a pull request only proposes
         facts.revision = "main"
@@ -127,10 +133,11 @@ def target_folder(name: str | None) -> Path | None:
         return Path(name) if name else None
     from huggingface_hub import snapshot_download
 
-    from .upload import worded
-
-    with worded(name, "downloading the target"):
+    try:
         return Path(snapshot_download(name))
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ValueError(f"The target {name} is no folder and could not be downloaded ({reason}).") from error
 
 
 def print_listing(stage: Stage) -> None:
