@@ -50,7 +50,8 @@ def decode(
     Returns:
         Token ids (B, length), or a `DFlashGenerateOutput` under `return_dict_in_generate`.
     """
-    reason = why_not_drafted(input_ids, logits_processor, stopping_criteria, get_cache(model_kwargs))
+    cache = get_cache(model_kwargs)
+    reason = why_not_drafted(input_ids, logits_processor, stopping_criteria, cache, streamer)
     if reason is not None:
         logger.warning_once(f"Generating without the draft: {reason}.")
         output = target._sample(
@@ -74,12 +75,15 @@ def why_not_drafted(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     cache: Any,
+    streamer: Any = None,
 ) -> str | None:
     """Why a call cannot be drafted without changing its result; `None` if it can."""
     if cache is not None and (reason := why_not_croppable(cache)):
         return reason
     if input_ids.shape[0] == 1:
         return None
+    if streamer is not None:
+        return "a streamer hears of all rows of a batch step by step, and drafted rows do not keep step"
     if BlockProcessor(logits_processor, 1).is_stateful:
         names = ", ".join(type(processor).__name__ for processor in logits_processor)
         return f"a logits processor may remember what it was shown, or tell the rows of a batch apart ({names})"
