@@ -181,6 +181,10 @@ What a format cannot express is refused with a sentence. Tensors keep their bits
 `speculators` says `window_from_anchor`, which its own classes and vLLM ignore: vLLM reads the window's number per query,
 as z-lab does, speculators' training measures it from the anchor.
 
+vLLM 0.32 reads `sliding_window_non_causal` for all layers of a speculators draft: where full layers are bidirectional
+and sliding ones causal, prefer `zlab`. It reads no scale or cap of a z-lab draft but `output_multiplier` (as
+`logit_scale`), and only the `vanilla` Markov head. Layers of both kinds need `VLLM_USE_V2_MODEL_RUNNER=1`.
+
 Serving: `vllm serve TARGET --speculative-config '{"method": "dflash", "model": "DST", "num_speculative_tokens": N}'`,
 where N is the block size less one.
 """

@@ -231,6 +231,32 @@ def test_speculators_export_says_what_vllm_reads(masters: Any, target_folder: st
     assert body["rope_parameters"]["rope_theta"] == 10_000.0
 
 
+def test_speculators_export_without_windows_is_bidirectional_to_vllm(masters: Any, tmp_path: Path) -> None:
+    """vLLM reads `causal = not sliding_window_non_causal` for every layer, full ones included."""
+    convert(masters(drafts.zlab), tmp_path / "out", "speculators")
+    assert config_of(tmp_path / "out")["sliding_window_non_causal"] is True
+
+
+def test_zlab_export_of_dspark_says_what_specforge_and_vllm_read(masters: Any, tmp_path: Path) -> None:
+    convert(masters(drafts.specforge_dspark), tmp_path / "out", "zlab")
+    config = config_of(tmp_path / "out")
+    heads = {
+        "markov_rank": 6,
+        "markov_head_type": "rnn",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": False,
+    }
+    assert config["architectures"] == ["DSparkDraftModel"]
+    assert config["dflash_config"] == {
+        "mask_token_id": MASK,
+        "target_layer_ids": TAPS,
+        "projector_type": "dspark",
+        **heads,
+    }
+    assert {name: config[name] for name in heads} == heads, "vLLM looks at the top level only"
+    assert config["sample_from_anchor"] is True
+
+
 def test_reduced_vocabulary_is_written_as_offsets_and_marks(masters: Any, tmp_path: Path) -> None:
     convert(masters(drafts.speculators_reduced), tmp_path / "own", "dflash")
     convert(tmp_path / "own", tmp_path / "out", "speculators")

@@ -120,6 +120,11 @@ def export_zlab(config: "DFlashConfig", tensors: Tensors, target: str | None = N
     }
     if config.is_causal is not None:
         fields["is_causal"] = config.is_causal
+    if config.output_multiplier != 1.0:
+        fields["logit_scale"] = config.output_multiplier  # vLLM's name for it
+    if kind == "dspark":  # vLLM reads these at the top level, SpecForge in `dflash_config`
+        names = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+        fields.update({name: nested[name] for name in names}, sample_from_anchor=True)
     if config.attention_sinks:
         tensors = {
             name.replace(".self_attn.sinks", ".self_attn.attention_sink_bias"): t for name, t in tensors.items()
@@ -211,11 +216,14 @@ def _kind(config: "DFlashConfig", to: str) -> str:
 
 
 def _sliding_non_causal(config: "DFlashConfig") -> bool:
-    """`sliding_window_non_causal`; full layers of this format are bidirectional."""
+    """`sliding_window_non_causal`; full layers of this format are bidirectional.
+
+    vLLM (0.32) applies the flag to all layers, so a draft without sliding layers says true, which means nothing else.
+    """
     causal = {kind: config.layer_is_causal(i) for i, kind in enumerate(config.layer_types)}
     if causal.get("full_attention"):
         raise _inexpressible(SPECULATORS, "is_causal", config, "its full layers are bidirectional, so it is")
-    return not causal.get("sliding_attention", True)
+    return not causal.get("sliding_attention", False)
 
 
 def _speculators_config(kind: str, proposals: int, target: str | None) -> Fields:
