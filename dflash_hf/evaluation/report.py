@@ -19,7 +19,7 @@ def markdown(record: dict[str, Any]) -> str:
         "intervals from resampling the prompts. Methods took turns prompt by prompt.",
         table(_SPEED, record["rows"]),
         "## Acceptance",
-        "Tokens that a round commits (accepted candidates and the target's own one), and where decoding spends its time.",
+        "Tokens that a round commits (accepted candidates and the target's own), and where decoding spends its time.",
         table(_ACCEPTANCE, [row for row in record["rows"] if row["acceptance_length"] is not None]),
         "## How fast it could be",
         "Best: acceptance length x plain step / (draft + head + verification as bare forward passes). Overhead: the "

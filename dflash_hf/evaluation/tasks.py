@@ -1,8 +1,8 @@
 """The prompts of a benchmark: the paper's tasks through `datasets`, files of one's own, and what needs no network.
 
 Sample counts are those of the DFlash paper's tables (arXiv 2602.06036); which samples they are, and how a row becomes
-a prompt, follows z-lab's benchmark where it has the task (gsm8k, math500, humaneval, mbpp, mt-bench). `embedded` stands
-for four tasks that are read from installed packages or made on the spot, with a fixed seed.
+a prompt, follows z-lab's benchmark where it has the task (gsm8k, math500, humaneval, mbpp, mt-bench). `embedded`
+stands for four tasks that are read from installed packages or made on the spot, with a fixed seed.
 """
 
 from __future__ import annotations

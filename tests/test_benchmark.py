@@ -1,0 +1,322 @@
+"""`dflash-hf benchmark`: its record is true, wrong outputs are marked, and a killed run resumes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash_hf.cli import main
+from dflash_hf.evaluation.methods import METHODS
+from dflash_hf.evaluation.record import SCHEMA_VERSION, read_record
+from evaluation_helpers import save_tiny_pair, tiny_tokenizer
+from helpers import greedy, requires_shared, tiny_target
+
+PROMPTS = [{"prompt": "w7 w8"}, {"turns": ["w9 w10 w11", "w12"]}, {"messages": [{"role": "user", "content": "w20"}]}]
+NEW = 14
+ALL = ["plain", "dflash", "dflash-tree:draft_tree_budget=8", "native", "prompt-lookup", "assistant", "zlab"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return save_tiny_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "own.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
+    return path
+
+
+def command(
+    pair: tuple[str, str], prompts: Path, output: Path, *more: str, methods: Any = ("plain", "dflash")
+) -> list:
+    target, draft = pair
+    fixed = ["--device", "cpu", "--max-new-tokens", str(NEW), "--warm-up-tokens", "2", "--output", str(output)]
+    models = ["--target", target, "--draft", draft]
+    return ["benchmark", "--tasks", f"local:{prompts}", *models, *fixed, "--methods", *methods, *more]
+
+
+@pytest.fixture(scope="module")
+def finished(pair: tuple[str, str], prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output folder of a run of every method."""
+    output = tmp_path_factory.mktemp("finished")
+    assert main(command(pair, prompts, output, "--assistant", pair[0], methods=ALL)) == 0
+    return output
+
+
+def samples(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()[1:]]
+
+
+def test_every_method_gives_plain_generates_tokens(finished: Path) -> None:
+    target = tiny_target("qwen3", dtype=torch.float32)
+    lines = samples(finished)
+    assert len(lines) == 4  # the turns of one prompt count
+    for line in lines:
+        prompt = torch.tensor([line["prompt_ids"]])
+        expected = greedy(target, prompt, NEW)[0, prompt.shape[1] :].tolist()
+        assert {name: result["tokens"] for name, result in line["results"].items()} == dict.fromkeys(ALL, expected)
+
+
+def test_rounds_and_times_add_up_for_every_method(finished: Path) -> None:
+    for line in samples(finished):
+        for name, result in line["results"].items():
+            assert result["first_tokens"] + result["decoded_tokens"] == len(result["tokens"])
+            if name == "plain":
+                assert result["rounds"] == []
+            elif name in ("dflash", "dflash-tree:draft_tree_budget=8", "zlab"):
+                assert sum(result["rounds"]) == NEW - 1
+            else:  # rounds are read off what was delivered after the first round
+                assert sum(result["rounds"]) == result["decoded_tokens"]
+            assert sum(result["parts"].values()) == pytest.approx(result["decode"])
+            assert min(result["parts"].values()) >= 0
+            assert (result["parts"]["draft"] > 0) == (name not in ("plain", "prompt-lookup"))
+
+
+def test_chain_reference_loop_and_native_path_accept_alike(finished: Path) -> None:
+    for line in samples(finished):
+        rounds = line["results"]["dflash"]["rounds"]
+        assert rounds == line["results"]["zlab"]["rounds"] == line["results"]["native"]["rounds"]
+
+
+def test_second_turn_continues_the_plain_answer(finished: Path) -> None:
+    first, second = [line for line in samples(finished) if line["index"] == 1]
+    tokenizer = tiny_tokenizer()
+    answer = tokenizer.decode(first["results"]["plain"]["tokens"], skip_special_tokens=True)
+    messages = [
+        {"role": "user", "content": "w9 w10 w11"},
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": "w12"},
+    ]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert second["prompt_ids"] == ids
+
+
+def test_record_states_what_a_figure_needs(finished: Path) -> None:
+    record = read_record(finished / "benchmark.json")
+    assert [row["method"] for row in record["rows"]] == ALL
+    for field in ("date", "commit", "dtype", "hardware", "versions", "target", "draft", "settings"):
+        assert record[field], field
+    assert record["dtype"] == "float32" and record["versions"]["torch"] == torch.__version__
+    (prompt,) = record["prompts"].values()
+    assert prompt["first_prompt_ids"] == samples(finished)[0]["prompt_ids"] and prompt["template_kwargs"] == {}
+    for row in record["rows"]:
+        assert row["correct"] is True and row["samples"] == 4
+        assert row["outputs"] == {"identical": 4, "near_tie": 0, "wrong": 0, "not_compared": 0}
+        assert row["tokens_per_second"] > 0 and row["time_to_first_token"] > 0
+    plain, chain = record["rows"][:2]
+    assert plain["speedup"] == 1.0 and plain["acceptance_length"] is None
+    rounds = [length for line in samples(finished) for length in line["results"]["dflash"]["rounds"]]
+    assert chain["acceptance_length"] == pytest.approx(sum(rounds) / len(rounds))
+    assert sum(chain["acceptance_histogram"]) == len(rounds)
+
+
+def test_report_and_plots_stand_beside_the_record(finished: Path) -> None:
+    report = (finished / "benchmark.md").read_text()
+    for heading in ("## Speed", "## Acceptance", "## How fast it could be", "## Outputs"):
+        assert heading in report
+    plots = sorted(path.name for path in finished.glob("*.png"))
+    assert plots == ["acceptance_by_place.png", "acceptance_by_position.png", "speedup.png", "time.png"]
+    assert all((finished / name).read_bytes().startswith(b"\x89PNG") and f"({name})" in report for name in plots)
+
+
+def test_card_reads_the_record(finished: Path) -> None:
+    from dflash_hf.publishing.results import read_results
+
+    record = finished / "benchmark.json"
+    results = read_results(json.loads(record.read_text()), record)
+    assert results.best_speedups() is not None and results.by_position()
+
+
+def test_killed_run_resumes_where_it_stopped(
+    pair: tuple[str, str], prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dflash_hf.evaluation.measure import Measurer
+
+    measured: list[list[int]] = []
+    original = Measurer.prompt
+
+    def interrupted(self: Measurer, prompt_ids: list[int], turn: int) -> dict[str, Any]:
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append(prompt_ids)
+        return original(self, prompt_ids, turn)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Measurer, "prompt", interrupted)
+        assert main(command(pair, prompts, tmp_path)) == 130
+    log = tmp_path / "samples.jsonl"
+    assert len(samples(tmp_path)) == 2 and not (tmp_path / "benchmark.json").exists()
+    before = log.read_text()
+    log.write_text(before + '{"task": "loc')  # killed while it wrote
+
+    def counted(self: Measurer, prompt_ids: list[int], turn: int) -> dict[str, Any]:
+        measured.append(prompt_ids)
+        return original(self, prompt_ids, turn)
+
+    monkeypatch.setattr(Measurer, "prompt", counted)
+    assert main(command(pair, prompts, tmp_path)) == 0
+    assert log.read_text().startswith(before)
+    assert measured == [line["prompt_ids"] for line in samples(tmp_path)] and len(measured) == 4
+    assert read_record(tmp_path / "benchmark.json")["rows"][0]["samples"] == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [(["--max-new-tokens", "15"], "max_new_tokens"), (["--seed", "3"], "seed"), (["--dtype", "float64"], "dtype")],
+)
+def test_other_settings_do_not_resume_a_run(
+    pair: tuple[str, str], finished: Path, prompts: Path, capsys: pytest.CaptureFixture, change: list[str], field: str
+) -> None:
+    before = (finished / "samples.jsonl").read_text()
+    assert main(command(pair, prompts, finished, "--assistant", pair[0], *change, methods=ALL)) == 2
+    assert f"holds a run whose `{field}` is" in capsys.readouterr().err.splitlines()[-1]
+    assert (finished / "samples.jsonl").read_text() == before
+
+
+def test_wrong_output_marks_the_row_and_the_exit_status(
+    pair: tuple[str, str],
+    prompts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from dflash_hf.evaluation.methods import Output, Runner
+
+    original = Runner.run
+
+    def buggy(self: Runner, method: Any, *args: Any) -> Output:
+        output = original(self, method, *args)
+        if method.name == "dflash" and len(output.tokens) == NEW:  # not in the warm-up
+            output.tokens[3] = (output.tokens[3] + 1) % 64
+        return output
+
+    monkeypatch.setattr(Runner, "run", buggy)
+    assert main(command(pair, prompts, tmp_path, "--no-plots")) == 1
+    out, err = capsys.readouterr()
+    assert "**WRONG** dflash" in out and "WRONG output in 1 rows" in err.splitlines()[-1]
+    record = read_record(tmp_path / "benchmark.json")
+    assert [row["correct"] for row in record["rows"]] == [True, False]
+    assert record["flagged"][0]["kind"] == "wrong" and record["flagged"][0]["position"] == 3
+
+
+def test_sampled_outputs_are_not_compared(pair: tuple[str, str], prompts: Path, tmp_path: Path) -> None:
+    assert main(command(pair, prompts, tmp_path, "--temperature", "1.0", "--no-plots")) == 0
+    for row in read_record(tmp_path / "benchmark.json")["rows"]:
+        assert row["correct"] is None and row["outputs"]["not_compared"] == 4
+
+
+def test_two_thinking_modes_are_two_runs_that_state_their_prompts(
+    pair: tuple[str, str], prompts: Path, tmp_path: Path
+) -> None:
+    one_prompt = ("--max-samples", "1", "--no-plots")
+    assert main(command(pair, prompts, tmp_path / "default", *one_prompt)) == 0
+    assert main(command(pair, prompts, tmp_path / "on", *one_prompt, "--thinking", "on")) == 0
+    default, on = (
+        next(iter(read_record(tmp_path / name / "benchmark.json")["prompts"].values())) for name in ("default", "on")
+    )
+    assert on["template_kwargs"] == {"enable_thinking": True}
+    assert on["first_prompt_ids"] == [*default["first_prompt_ids"], 9]  # the tiny template says w9 when told to think
+
+
+def test_prompt_beyond_the_context_is_skipped_and_reported(pair: tuple[str, str], tmp_path: Path) -> None:
+    prompts = tmp_path / "own.jsonl"
+    rows = [{"prompt": " ".join(["w7"] * 1020)}, {"prompt": "w8"}]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(command(pair, prompts, tmp_path / "out", "--no-plots")) == 0
+    record = read_record(tmp_path / "out" / "benchmark.json")
+    assert record["rows"][0]["samples"] == 1
+    assert [flag["kind"] for flag in record["flagged"]] == ["skipped"]
+
+
+def test_render_needs_no_models(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    copy = tmp_path / "benchmark.json"
+    copy.write_text((finished / "benchmark.json").read_text())
+    assert main(["benchmark", "--render", str(copy)]) == 0
+    assert (tmp_path / "benchmark.md").read_text() == (finished / "benchmark.md").read_text()
+    assert (tmp_path / "speedup.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            {"schema": "dflash-hf/benchmark", "schema_version": 0},
+            f"but this dflash-hf reads and writes {SCHEMA_VERSION}",
+        ),
+        ({"schema": "other"}, "is not a benchmark record: its `schema` is 'other'"),
+        ([1], "is not a benchmark record: it holds a list"),
+        (None, "is not JSON"),
+    ],
+)
+def test_record_of_another_version_gives_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture, content: Any, message: str
+) -> None:
+    path = tmp_path / "old.json"
+    path.write_text("{" if content is None else json.dumps(content))
+    assert main(["benchmark", "--render", str(path)]) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_log_of_an_older_version_is_left_alone(
+    pair: tuple[str, str], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    log = tmp_path / "samples.jsonl"
+    log.write_text(json.dumps({"schema": "dflash-hf/benchmark", "schema_version": 0, "run": {}}) + "\n")
+    before = log.read_text()
+    assert main(command(pair, prompts, tmp_path)) == 2
+    assert "has `schema_version` 0 but this dflash-hf" in capsys.readouterr().err.splitlines()[-1]
+    assert log.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "gsm9k"], "--tasks names 'gsm9k', which is none of gsm8k, "),
+        (["--methods", "magic"], f"--methods names 'magic', which is none of {', '.join(METHODS)}."),
+        (["--methods", "dflash:width"], "where 'width' is no KEY=VALUE"),
+        (["--methods", "dflash", "dflash"], "--methods names one of dflash, dflash, plain twice"),
+        (["--methods", "assistant"], "The method 'assistant' needs an ordinary assistant model"),
+        (["--max-samples", "0"], "--max-samples is 0; it must be at least 1."),
+        (["--tasks", "local:/no/such/file"], "The prompt file /no/such/file does not exist"),
+        (["--temperature", "-1"], "--temperature is -1.0"),
+        (["--render", "/no/such/record.json"], "/no/such/record.json does not exist"),
+    ],
+)
+def test_a_mistake_gives_one_sentence_and_measures_nothing(
+    pair: tuple[str, str],
+    prompts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    arguments: list[str],
+    message: str,
+) -> None:
+    assert main(command(pair, prompts, tmp_path / "out", *arguments)) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+def test_models_that_do_not_pair_are_refused_before_anything_is_written(
+    pair: tuple[str, str], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    other = tiny_target("llama", dtype=torch.float32, hidden_size=48, head_dim=12)
+    other.save_pretrained(tmp_path / "other")
+    tiny_tokenizer().save_pretrained(tmp_path / "other")
+    assert main(command((str(tmp_path / "other"), pair[1]), prompts, tmp_path / "out")) == 2
+    assert "`hidden_size` is 32 in the draft but 48 in the target" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
+@requires_shared
+@pytest.mark.real
+def test_the_embedded_pair_in_bf16_is_never_wrong(tmp_path: Path) -> None:
+    tasks = ["--tasks", "embedded-maths", "embedded-questions", "--max-samples", "1", "--max-new-tokens", "12"]
+    methods = ["--methods", "plain", "dflash", "dflash-tree", "--warm-up-tokens", "2", "--output", str(tmp_path)]
+    assert main(["benchmark", *tasks, *methods, "--dtype", "bfloat16", "--no-plots"]) == 0
+    rows = read_record(tmp_path / "benchmark.json")["rows"]
+    assert len(rows) == 6 and all(row["correct"] for row in rows)
