@@ -11,14 +11,9 @@ from datasets import Dataset
 
 from dflash_hf.training.evaluation import accepted_proposals, walk
 from dflash_hf.training.target import FrozenTarget
-from dflash_hf.training.trainer import DFlashTrainer, DFlashTrainingArguments
+from dflash_hf.training.trainer import DFlashTrainer
 from helpers import greedy, random_prompt, tiny_draft, tiny_target
-
-
-def quick_arguments(folder: Path, **fields: Any) -> DFlashTrainingArguments:
-    """A silent run on the CPU that saves nothing unless told to."""
-    defaults = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
-    return DFlashTrainingArguments(output_dir=str(folder), **(defaults | fields))
+from training_runs import quick_arguments
 
 
 def test_only_leading_right_proposals_count() -> None:

@@ -36,8 +36,3 @@ class SkipNonFiniteSteps(TrainerCallback):
         logger.warning(
             f"step {state.global_step + 1}: the gradients are not finite, so the step is skipped ({self.skipped} so far)"
         )
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        """Show the count once there is one."""
-        if self.skipped and logs is not None:
-            logs["skipped_steps"] = self.skipped

@@ -93,7 +93,8 @@ class DFlashTrainer(checkpointing.AtomicCheckpoints, Trainer):
         config = draft.config
         gamma = losses.default_gamma(config.block_size) if args.gamma is None else args.gamma
         self.decay = losses.decay_weights(config.block_size, gamma)
-        self.add_callback(SkipNonFiniteSteps(self))
+        self.non_finite = SkipNonFiniteSteps(self)
+        self.add_callback(self.non_finite)
 
     @property
     def draft(self) -> Qwen3DFlashForDraft:
@@ -209,6 +210,12 @@ class DFlashTrainer(checkpointing.AtomicCheckpoints, Trainer):
         if self.restricted_head is None:
             return labels
         return torch.where(labels == IGNORED, IGNORED, self.restricted_head.places[labels.clamp_min(0)])
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with the number of skipped steps once there is one."""
+        if self.non_finite.skipped:
+            logs = {**logs, "skipped_steps": self.non_finite.skipped}
+        super().log(logs, start_time)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
