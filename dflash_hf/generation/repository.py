@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig
 from transformers.dynamic_module_utils import get_relative_imports
 
@@ -63,18 +64,21 @@ class DraftRepository:
         """Like [`~transformers.PreTrainedModel.from_pretrained`], for whole drafts in safetensors only.
 
         Raises:
-            ValueError: If a tensor is missing, is of another shape, or has no place in the draft.
+            ValueError: If a file is damaged, or a tensor is missing, of another shape, or has no place in the draft.
         """
         hub_arguments = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
         may_mismatch = kwargs.pop("ignore_mismatched_sizes", False)
         kwargs.setdefault("use_safetensors", True)
-        model, info = super().from_pretrained(  # type: ignore[misc]
-            pretrained_model_name_or_path,
-            *model_args,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **kwargs,
-        )
+        try:
+            model, info = super().from_pretrained(  # type: ignore[misc]
+                pretrained_model_name_or_path,
+                *model_args,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **kwargs,
+            )
+        except SafetensorError as error:
+            raise ValueError(damaged_weights(pretrained_model_name_or_path, error)) from error
         refuse_incomplete(pretrained_model_name_or_path, info, may_mismatch)
         if pretrained_model_name_or_path is not None:
             model.read_generation_config(pretrained_model_name_or_path, **hub_arguments)
@@ -139,6 +143,19 @@ def minimal_card(repo_id: str, target: str | None) -> str:
         base_model=f"base_model: {target}\n" if target else "",
         target=f"`{target}`" if target else "the target it was trained for",
     )
+
+
+def damaged_weights(name: str | os.PathLike[str] | None, error: Exception) -> str:
+    """What to tell who loads a draft with a safetensors file that cannot be read."""
+    damaged = []
+    for path in sorted(Path(name or "").glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except SafetensorError:
+            damaged.append(path.name)
+    files = ", ".join(damaged) or "a safetensors file"
+    return f"The draft {name} has a damaged or truncated file, {files} ({error}); download or save it again."
 
 
 def refuse_incomplete(name: str | os.PathLike[str] | None, info: dict[str, Any], may_mismatch: bool) -> None:
