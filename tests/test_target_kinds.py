@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,7 +90,8 @@ def test_target_of_packed_modules_without_weights(prompt: torch.Tensor) -> None:
     assert max(lengths) == 3
 
 
-def test_target_quantised_by_torchao(prompt: torch.Tensor) -> None:
+def test_target_quantised_by_torchao(prompt: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(sys.prefix) / "torchao")  # where the Makefile puts it
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         quantization = pytest.importorskip("torchao.quantization")
