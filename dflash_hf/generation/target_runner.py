@@ -7,6 +7,7 @@ Shapes: B batch, S cached tokens, W verified tokens (anchor and candidates), L t
 """
 
 from collections.abc import Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -59,7 +60,13 @@ class TargetRunner:
         """
         past = self._cached_length()
         chunks: list[torch.Tensor] = []
-        handle = self.target.register_forward_hook(lambda module, args, output: chunks.append(self.taps(output)))
+        thread = get_ident()
+
+        def collect(module: Any, args: Any, output: Any) -> None:
+            if get_ident() == thread:  # other threads may be generating with this target
+                chunks.append(self.taps(output))
+
+        handle = self.target.register_forward_hook(collect)
         try:
             kwargs = {**self.model_kwargs, "output_hidden_states": self.hidden_state_selection}
             outputs = self.target._prefill(input_ids, self.generation_config, kwargs)
