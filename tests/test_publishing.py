@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.image import imread
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -497,7 +498,11 @@ def test_embedded_draft_is_what_staging_produces(folder, tmp_path):
     staged, embedded = contents(stage.folder), contents(folder)
     assert staged.keys() == embedded.keys()
     for name in staged.keys() - {"config.json", "generation_config.json"}:
-        assert staged[name] == embedded[name], name
+        if not name.endswith(".png"):
+            assert staged[name] == embedded[name], name
+            continue
+        first, second = imread(stage.folder / name), imread(folder / name)  # another Matplotlib, other bytes
+        assert first.shape == second.shape and abs(first - second).mean() < 0.02, name
     for name in ("config.json", "generation_config.json"):  # they name the version that wrote them
         first, second = json.loads(staged[name]), json.loads(embedded[name])
         del first["transformers_version"], second["transformers_version"]

@@ -159,8 +159,11 @@ def _draw_tasks(axes: Any, results: Results) -> None:
 
 
 def _draw_positions(axes: Any, results: Results) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     for label, shares in results.by_position().items():
         axes.plot(range(1, len(shares) + 1), shares, marker="o", label=label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("position in the block (the anchor is 0)")
     axes.set_ylabel("accepted")
     axes.set_ylim(0, 1.02)
