@@ -138,6 +138,7 @@ class DecodingLoop:
                         self._keep_peers_company()
         finally:
             self.runner.close()
+        self.runner.restore_rows()
         if streamer is not None:
             streamer.end()
         return self.sequences.output(self.runner.cache)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .compat import CACHE_KEY, get_cache, hidden_states_request, layer_outputs
+from .finished_rows import FinishedRows
 from .masks import to_attention_mask, tree_visibility
 from .recurrent import RecurrentStates, check_multi_token_forward
 from .rollback import LINEAR, can_realign, crop, realign, record_past, reorder_last
@@ -50,6 +51,7 @@ class TargetRunner:
         self.recurrent: RecurrentStates | None = None
         self.length = 0  # columns of the cache
         self.padding: list[int] = []  # columns of left padding, per row
+        self.finished: FinishedRows | None = None  # of a batch whose cache the caller will see
 
     def prefill(self, input_ids: torch.Tensor) -> tuple[Any, torch.Tensor, list[int], int]:
         """Run the prompt.
@@ -84,7 +86,11 @@ class TargetRunner:
         self.can_be_ragged = can_realign(self.cache)
         if any(isinstance(layer, LINEAR) for layer in self.cache.layers):
             self.recurrent = RecurrentStates(self.target, self.cache)
-        return outputs, *self._unpad(taps), past
+        taps, lengths = self._unpad(taps)
+        is_seen = self.generation_config.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False)
+        if is_seen and len(lengths) > 1 and FinishedRows.can_store(self.cache):
+            self.finished = FinishedRows(self.padding)
+        return outputs, taps, lengths, past
 
     def check_continues(self, anchors: torch.Tensor) -> None:
         """Refuse a recurrent target that cannot verify several tokens at once; `anchors` is (B, 1).
@@ -148,6 +154,11 @@ class TargetRunner:
                 added = torch.tensor(counts, device=self.last_position.device)[:, None]
                 self.last_position = self.last_position + added
 
+    def restore_rows(self) -> None:
+        """Give the caller's cache the rows back that have left it."""
+        if self.finished is not None:
+            self.finished.restore(self.cache, [self.length - padding for padding in self.padding])
+
     def close(self) -> None:
         """Leave no trace on the target and its cache, which stands for all tokens but the last."""
         if self.recurrent is not None:
@@ -158,6 +169,8 @@ class TargetRunner:
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Let the other rows leave: they are neither verified nor stored from now on."""
+        if self.finished is not None:
+            self.finished.select_rows(self.cache, rows, [self.length - padding for padding in self.padding])
         index = torch.tensor(rows, device=self.target.device)
         self.cache.reorder_cache(index)
         if self.attention_mask is not None:
