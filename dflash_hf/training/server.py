@@ -72,8 +72,8 @@ class ServerResponder:
         self.pool = ThreadPoolExecutor(concurrency)
         self.progress = progress
         # What goes beyond OpenAI's own fields, and less of it for a server that refuses; what works stays.
-        kwargs = {"chat_template_kwargs": template_kwargs} if template_kwargs else {}
-        self._extras = [{"return_token_ids": True} | kwargs, kwargs, {}]
+        kwargs: dict[str, Any] = {"chat_template_kwargs": template_kwargs} if template_kwargs else {}
+        self._extras: list[dict[str, Any]] = [{"return_token_ids": True} | kwargs, kwargs, {}]
 
     def _only_model(self) -> str:
         from openai import OpenAIError
