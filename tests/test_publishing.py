@@ -171,6 +171,7 @@ def test_record_that_was_named_but_is_missing_is_refused(draft, tmp_path):
 # -- checking ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # starts a process that loads torch
 def test_good_stage_passes_and_generates_what_the_target_generates(target, draft, target_folder, tmp_path):
     stage = stage_into(draft, tmp_path / "a")
     report = check_stage(stage, draft, target_folder)
@@ -239,6 +240,7 @@ def test_import_in_a_docstring_counts_as_the_loader_counts_it(draft, tmp_path):
     assert any("imports '.nowhere'" in fault for fault in lint_stage(stage.folder))
 
 
+@pytest.mark.slow  # starts a process that loads torch
 def test_weights_and_code_that_are_not_the_drafts_are_found_by_loading(draft, tmp_path):
     stage = stage_into(draft, tmp_path / "a")
     tensors = load_file(stage.folder / "model.safetensors")
@@ -255,6 +257,7 @@ def test_weights_and_code_that_are_not_the_drafts_are_found_by_loading(draft, tm
     assert "pickle.find_class" in sentence
 
 
+@pytest.mark.slow  # starts a process that loads torch
 def test_code_that_needs_the_package_does_not_load_on_a_strangers_machine(draft, tmp_path):
     stage = stage_into(draft, tmp_path / "a")
     append_code(stage.folder, "compat.py", "import importlib; importlib.import_module('dflash_hf')")
@@ -294,6 +297,7 @@ def test_target_to_check_with_may_be_a_name_on_the_hub(hub, monkeypatch, tmp_pat
         target_folder_of("org/none")
 
 
+@pytest.mark.slow  # starts a process that loads torch
 def test_dry_run_lists_files_hashes_and_card_and_sends_nothing(hub, source, target_folder, tmp_path, capsys):
     arguments = ["--dry-run", "--stage", str(tmp_path / "a"), "--check-target", str(target_folder)]
     assert main(["upload", str(source), "--repo-id", "me/Tiny-DFlash", *arguments]) == 0
@@ -403,6 +407,7 @@ def published(target_folder, draft, tmp_path_factory):
         yield hub, done.stdout
 
 
+@pytest.mark.slow  # starts a process that loads torch
 def test_uploaded_repository_holds_one_commit_and_the_tag_of_its_card(published):
     hub, printed = published
     repository = hub.repositories["org/first"]
@@ -413,6 +418,7 @@ def test_uploaded_repository_holds_one_commit_and_the_tag_of_its_card(published)
     assert f'revision="{tag}"' in repository.files()["README.md"].decode()
 
 
+@pytest.mark.slow  # starts a process that loads torch
 def test_stranger_loads_two_code_revisions_side_by_side(target, draft, published, target_folder, tmp_path):
     hub, _ = published
     tag = next(name for name in hub.repositories["org/first"].refs if name != "main")
@@ -466,6 +472,7 @@ seen["again"] = [weights_digest(again), run(again)]
     assert seen["snippet"] == seen["snippet, target alone"]
 
 
+@pytest.mark.slow  # starts a process that loads torch
 def test_package_imported_after_a_remote_draft_shares_the_process(target, published, target_folder, tmp_path):
     hub, _ = published
     body = """
