@@ -7,7 +7,7 @@ is hooked.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,16 +74,17 @@ class Trace:
 
 
 @contextmanager
-def traced(draft: Any, trace: Trace) -> Iterator[None]:
-    """Let generations with this draft fill `trace`; undone at the end."""
+def loops_watched(draft: Any, watch: Callable[[DecodingLoop], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Let every generation with this draft run inside `watch(its loop)`; undone at the end."""
 
     def decode(target: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        processor, criteria, config = map(kwargs.pop, ("logits_processor", "stopping_criteria", "generation_config"))
+        names = ("logits_processor", "stopping_criteria", "generation_config")
+        options = [kwargs.pop(name) for name in names]
         streamer, synced_gpus = kwargs.pop("streamer", None), kwargs.pop("synced_gpus", False)
         for unused in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):
             kwargs.pop(unused, None)
-        loop = DecodingLoop(target, draft, input_ids, processor, criteria, config, kwargs)
-        with _watching(loop, draft, trace):
+        loop = DecodingLoop(target, draft, input_ids, *options, kwargs)
+        with watch(loop):
             return loop.run(streamer, synced_gpus)
 
     draft.decode = decode  # the hook on `generate` calls what it finds on the draft
@@ -91,6 +92,13 @@ def traced(draft: Any, trace: Trace) -> Iterator[None]:
         yield
     finally:
         del draft.decode
+
+
+@contextmanager
+def traced(draft: Any, trace: Trace) -> Iterator[None]:
+    """Let a generation with this draft fill `trace`; undone at the end."""
+    with loops_watched(draft, lambda loop: _watching(loop, draft, trace)):
+        yield
 
 
 @contextmanager
@@ -176,6 +184,8 @@ class _Watcher:
             self.round.attention.append(output[1][0].float())
 
     def after_verify(self, outputs: Any, block_ids: torch.Tensor, *_: Any, **__: Any) -> None:
+        if not self.trace.rounds:
+            return
         self.round.candidates = block_ids[0, 1:].tolist()
         self.round.target_logits = outputs.logits[0].float()
 
@@ -190,4 +200,4 @@ class _Watcher:
         self.round.draft_length = self.loop.drafter.cache.get_seq_length()
 
 
-__all__ = ["Round", "Trace", "traced"]
+__all__ = ["Round", "Trace", "loops_watched", "traced"]

@@ -1,0 +1,131 @@
+"""`dflash-hf profile`: every moment of a round has an owner, and the formula is the formula."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash_hf.cli import main
+from dflash_hf.evaluation.profile import Profile
+from dflash_hf.evaluation.stopwatch import FORWARDS, PARTS, PYTHON, Stopwatch
+from dflash_hf.evaluation.trace import loops_watched
+from evaluation_helpers import save_tiny_pair
+from helpers import random_prompt, tiny_target
+from oracle import oracle_draft
+
+PROMPT, NEW, BLOCK, DEPTH = 9, 13, 4, 2
+COSTS = {"draft forward": 2.0, "head": 1.0, "verification forward": 4.0, "acceptance": 0.5, "cache and states": 0.25}
+
+
+class Hands:
+    """A clock that is moved by hand."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def watched_rounds(monkeypatch: pytest.MonkeyPatch) -> tuple[Stopwatch, Any]:
+    """Rounds in which only the parts of `COSTS` take time, by a clock that stands still otherwise."""
+    from dflash_hf.generation import decoding
+    from dflash_hf.generation.target_runner import TargetRunner
+
+    target = tiny_target("qwen3")
+    draft = oracle_draft(target, random_prompt(PROMPT), NEW, DEPTH, block_size=BLOCK)
+    clock = Hands()
+
+    def slow(owner: Any, name: str, part: str) -> None:
+        original = getattr(owner, name)
+
+        def slower(*args: Any, **kwargs: Any) -> Any:
+            clock.now += COSTS[part]
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, slower)
+
+    slow(draft.norm, "forward", "draft forward")
+    slow(draft, "compute_logits", "head")
+    slow(target.model, "forward", "verification forward")
+    slow(decoding, "accept_greedy", "acceptance")
+    slow(TargetRunner, "keep", "cache and states")
+    stopwatch = Stopwatch(clock)
+    with loops_watched(draft, stopwatch.watching):
+        target.generate(
+            random_prompt(PROMPT), assistant_model=draft, max_new_tokens=NEW, do_sample=False, use_cache=True
+        )
+    return stopwatch, draft
+
+
+def test_every_part_of_a_round_is_charged_to_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopwatch, _ = watched_rounds(monkeypatch)
+    assert len(stopwatch.rounds) == (NEW - 1) // (DEPTH + 1)
+    assert stopwatch.medians() == {part: COSTS.get(part, 0.0) for part in PARTS}
+
+
+def test_slices_follow_each_other_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopwatch, _ = watched_rounds(monkeypatch)
+    for each in stopwatch.rounds:
+        assert each.slices[0][0] == PYTHON and each.slices[0][1] == 0.0
+        for (_, _, end), (_, start, _) in zip(each.slices, each.slices[1:], strict=False):
+            assert end == start
+        assert each.total == sum(COSTS.values())
+    assert [each.width for each in stopwatch.rounds] == [BLOCK, BLOCK, BLOCK, BLOCK - 1]
+
+
+def test_watching_leaves_draft_and_target_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, draft = watched_rounds(monkeypatch)
+    assert "decode" not in vars(draft) and not draft._forward_hooks and not draft._forward_pre_hooks
+
+
+def test_best_possible_speedup_is_the_formula() -> None:
+    class Watch:
+        def medians(self) -> dict[str, float]:
+            return dict.fromkeys(PARTS, 0.0) | {"draft forward": 1.0, "head": 0.5, "acceptance": 0.5} | {
+                "verification forward": 3.0
+            }  # fmt: skip
+
+    profile = Profile(Watch(), [3, 5], plain_step=2.0, bare_step=1.8, bare_verification=2.5, speedup=1.5)  # type: ignore[arg-type]
+    assert profile.best_speedup == pytest.approx(4.0 * 2.0 / (1.0 + 0.5 + 2.5))
+    assert profile.overhead == pytest.approx(0.5 / 5.0)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    target, draft = save_tiny_pair(tmp_path_factory.mktemp("pair"))
+    return ["--target", target, "--draft", draft, "--device", "cpu", "--max-new-tokens", "20"]
+
+
+@pytest.mark.parametrize("method", ["dflash", "dflash-tree:draft_tree_budget=6"])
+def test_command_reports_parts_bare_passes_and_the_limit(
+    pair: list[str], tmp_path: Path, capsys: pytest.CaptureFixture, method: str
+) -> None:
+    plot = tmp_path / "round.png"
+    assert main(["profile", "w7 w8", *pair, "--method", method, "--plot", str(plot)]) == 0
+    out = capsys.readouterr().out
+    shares = {name: float(share) for name, share in re.findall(r"^  ([A-Za-z ]+?) +[\d.]+ ms +([\d.]+)%", out, re.M)}
+    assert list(shares) == list(PARTS) and sum(shares.values()) == pytest.approx(100, abs=1)
+    assert all(shares[name] > 0 for name in FORWARDS)
+    width = 7 if "tree" in method else 4
+    assert f"{width} tokens verified in each" in out
+    assert re.search(r"Best possible speed-up: .* = [\d.]+; measured [\d.]+, \d+% of it\.", out)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "zlab"], "--method is 'zlab', whose rounds are not this package's"),
+        (["--method", "native"], "--method is 'native', whose rounds are not this package's"),
+        (["--method", "nonsense"], "names 'nonsense', which is none of"),
+        (["--plot", "a.pdf"], "the plot is a PNG"),
+    ],
+)
+def test_a_mistake_gives_one_line(
+    pair: list[str], capsys: pytest.CaptureFixture, arguments: list[str], message: str
+) -> None:
+    assert main(["profile", "w7", *pair, *arguments]) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
