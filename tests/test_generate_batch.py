@@ -116,7 +116,9 @@ def test_content_of_the_padding_changes_nothing():
     target, batch = shared_target(), ragged([3, 9, 5])
     results = []
     for seed in range(3):
-        ids = torch.where(batch["attention_mask"].bool(), batch["input_ids"], random_prompt(9, batch_size=3, seed=seed))
+        ids = torch.where(
+            batch["attention_mask"].bool(), batch["input_ids"], random_prompt(9, batch_size=3, seed=seed)
+        )
         draft = tiny_draft(target)
         proposals = []
         original = draft.compute_logits
@@ -141,9 +143,7 @@ def test_left_padding_does_not_change_the_drafts():
         seen = []
         original = draft.compute_logits
         draft.compute_logits = lambda *args, o=original, s=seen: (s.append(o(*args)), s[-1])[1]
-        target.generate(
-            ids, attention_mask=attention_mask, assistant_model=draft, max_new_tokens=12, do_sample=False
-        )
+        target.generate(ids, attention_mask=attention_mask, assistant_model=draft, max_new_tokens=12, do_sample=False)
         proposals.append(torch.cat([s.flatten() for s in seen]))
     torch.testing.assert_close(*proposals, rtol=1e-4, atol=1e-4)
 
@@ -287,7 +287,11 @@ def test_several_greedy_sequences_are_refused():
     target = shared_target()
     with pytest.raises(ValueError, match="num_return_sequences"):
         target.generate(
-            random_prompt(5), assistant_model=tiny_draft(target), max_new_tokens=4, do_sample=False, num_return_sequences=2
+            random_prompt(5),
+            assistant_model=tiny_draft(target),
+            max_new_tokens=4,
+            do_sample=False,
+            num_return_sequences=2,
         )
 
 
@@ -392,7 +396,9 @@ def test_every_row_of_every_batch_is_its_own(case):
     draft.rows, draft.truth = [rows[i].tolist() for i in chosen], [truth[i] for i in chosen]
     draft.depth_at = lambda position: case["depths"][position % len(case["depths"])]
     most = case["block_size"] - 1
-    draft.generation_config.num_assistant_tokens = most if case["num_proposals"] is None else min(most, case["num_proposals"])
+    draft.generation_config.num_assistant_tokens = (
+        most if case["num_proposals"] is None else min(most, case["num_proposals"])
+    )
     batch = left_padded([prompts[i] for i in chosen])
     width = batch["input_ids"].shape[1]
     texts = [rows[i][len(prompts[i]) :].tolist()[: case["num_tokens"]] for i in chosen]

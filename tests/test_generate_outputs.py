@@ -1,4 +1,4 @@
-"""Everything `generate` can return beside the tokens is what it returns without the draft; the cache can be continued."""
+"""What `generate` returns beside the tokens is what it returns without the draft; the cache can be continued."""
 
 from __future__ import annotations
 
@@ -98,7 +98,9 @@ def test_records_of_a_batch_are_those_of_plain_generate(eager_target):
     draft = oracle_draft(eager_target, batch["input_ids"], 16, [2, 0, 3, 1], attention_mask=batch["attention_mask"])
     drafted, plain = generate_both(eager_target, draft, batch, 16, eos_token_id=end, **EVERYTHING)
     assert drafted.sequences.tolist() == plain.sequences.tolist()
-    lengths = [len(own[8:].tolist()) if end not in own[8:] else own[8:].tolist().index(end) + 1 for own in plain.sequences]
+    lengths = [
+        len(own[8:].tolist()) if end not in own[8:] else own[8:].tolist().index(end) + 1 for own in plain.sequences
+    ]
     assert min(lengths) < max(lengths), "some row must end early"
     for name in ("scores", "logits", "hidden_states", "attentions"):
         ours, own = getattr(drafted, name), getattr(plain, name)
@@ -300,24 +302,61 @@ def test_returned_cache_holds_the_text_and_nothing_of_the_candidates(family):
             assert ours.get_seq_length() == own.get_seq_length()
 
 
-def test_returned_cache_of_a_batch_holds_every_row():
-    target = shared_target()
+@pytest.mark.parametrize("is_lent", [False, True])
+@pytest.mark.parametrize("place", [0, 5, None])
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_cache_of_a_batch_holds_every_row(family, place, is_lent):
+    """Each token in the column where plain `generate` has it, whenever its row has ended."""
+    target = shared_target(family, **({"sliding_window": 9} if family == "mistral" else {}))
     prompts = [random_prompt(length, seed=length)[0] for length in (3, 8, 5)]
     batch = left_padded(prompts)
-    end = greedy(target, prompts[1][None], 6)[0, -1].item()
+    end = None if place is None else greedy(target, prompts[1][None], place + 1)[0, -1].item()
     draft = oracle_draft(target, batch["input_ids"], 16, [2, 0, 3, 1], attention_mask=batch["attention_mask"])
-    drafted, plain = generate_both(target, draft, batch, 16, eos_token_id=end)
-    ours, own = get_cache(drafted), get_cache(plain)
-    assert ours.get_seq_length() == own.get_seq_length()
-    real = torch.cat([batch["attention_mask"], torch.ones(3, 15, dtype=torch.long)], dim=1).bool()
-    for row, sequence in enumerate(plain.sequences):
+    outputs, caches = [], []
+    for assistant in (draft, None):
+        lent = {CACHE_KEY: DynamicCache(config=target.config)} if is_lent else {"return_dict_in_generate": True}
+        out = target.generate(
+            **batch, assistant_model=assistant, max_new_tokens=16, do_sample=False, eos_token_id=end, **lent
+        )
+        outputs.append(out if is_lent else out.sequences)
+        caches.append(lent[CACHE_KEY] if is_lent else get_cache(out))
+    assert outputs[0].tolist() == outputs[1].tolist()
+    ours, own = caches
+    assert ours.get_seq_length() == own.get_seq_length() == outputs[1].shape[1] - 1
+    real = torch.cat([batch["attention_mask"], torch.ones(3, outputs[1].shape[1] - 9, dtype=torch.long)], dim=1).bool()
+    for row, sequence in enumerate(outputs[1]):
         new = sequence[8:].tolist()
         if end in new:  # the end token itself was never run
             real[row, 8 + new.index(end) :] = False
     for mine, theirs in zip(ours.layers, own.layers, strict=True):
+        width = min(mine.keys.shape[2], theirs.keys.shape[2])
+        assert mine.keys.shape[0] == 3 and width >= min(8, real.shape[1])
         for row in range(3):
-            torch.testing.assert_close(mine.keys[row][:, real[row]], theirs.keys[row][:, real[row]])
-            torch.testing.assert_close(mine.values[row][:, real[row]], theirs.values[row][:, real[row]])
+            kept = real[row, -width:]
+            for a, b in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+                torch.testing.assert_close(
+                    a[row, :, -width:][:, kept], b[row, :, -width:][:, kept], rtol=1e-4, atol=1e-4
+                )
+
+
+def test_cache_of_a_batch_can_be_continued():
+    """The padding that ends short rows is masked, as a caller of plain `generate` has to do it."""
+    target = shared_target()
+    batch = left_padded([random_prompt(length, seed=length)[0] for length in (3, 8, 5)])
+    first = oracle_draft(target, batch["input_ids"], 12, [2, 0, 3, 1], attention_mask=batch["attention_mask"])
+    options = {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True}
+    texts = []
+    for drafts in ((first, tiny_draft(target)), (None, None)):
+        out = target.generate(**batch, assistant_model=drafts[0], **options)
+        ids = torch.cat([out.sequences, random_prompt(4, batch_size=3, seed=3)], dim=1)
+        mask = torch.cat([batch["attention_mask"], torch.ones(3, 14, dtype=torch.long)], dim=1)
+        cache = {CACHE_KEY: get_cache(out)}
+        texts.append(
+            target.generate(ids, attention_mask=mask, assistant_model=drafts[1], **options, **cache).sequences
+        )
+    assert texts[0].tolist() == texts[1].tolist()
+    fresh = target.generate(ids, attention_mask=mask, **options).sequences
+    assert texts[1].tolist() == fresh.tolist()
 
 
 # --- other ways in ---------------------------------------------------------------------------------------------------

@@ -442,7 +442,7 @@ def test_cutting_unsure_blocks_keeps_the_distribution(threshold, batch_size):
 
 
 def test_distribution_test_notices_a_wrong_rule(monkeypatch):
-    """What it must refuse: tokens accepted because the draft liked them, and a token taken from p where p - q is due."""
+    """What it must refuse: a token taken from p where max(p - q, 0) is due."""
     from dflash_hf.generation import verification
 
     target, draft = tiny_pair("far")
@@ -453,7 +453,7 @@ def test_distribution_test_notices_a_wrong_rule(monkeypatch):
 
 
 def test_token_after_a_refusal_comes_from_what_the_draft_left_over():
-    """Given that the first candidate fell, the token is distributed as max(p - q, 0), normalised (arXiv 2211.17192)."""
+    """Given that the first candidate fell, the token comes from max(p - q, 0), normalised (arXiv 2211.17192)."""
     target, draft = tiny_pair("far")
     ids, lengths = sampled(target, draft, 4000, 250, top_k=0)
     refused = torch.tensor([row[0] == 1 for row in lengths])

@@ -300,7 +300,7 @@ def test_streamer_sees_the_prompt_then_every_token_then_the_end():
 
 
 def test_streamer_hears_of_a_block_before_the_next_one_is_drafted():
-    target, prompt, draft, text = perfect()
+    target, prompt, draft, _ = perfect()
     heard = Recorder()
     heard_at_forward = []
     handle = target.register_forward_pre_hook(lambda *_: heard_at_forward.append(max(len(heard.calls) - 1, 0)))

@@ -1,8 +1,8 @@
 """The key/value cache of rows that have ended, put back beside the others at the end.
 
-While a batch is generated, finished rows leave the cache and the others are packed to the right. A caller who asked for
-the cache, or lent one, gets every row back, each token in the column where plain `generate` has it. Columns behind a
-row's end, where plain `generate` stores what it makes of padding, are zeros: the mask of a next turn hides them.
+While a batch is generated, finished rows leave the cache and the others are packed to the right. A caller who asked
+for the cache, or lent one, gets every row back, each token in the column where plain `generate` has it. Columns behind
+a row's end, where plain `generate` stores what it makes of padding, are zeros: the mask of a next turn hides them.
 
 Shapes: B batch, G key/value heads, T cached columns, D head size.
 """

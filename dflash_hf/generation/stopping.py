@@ -20,8 +20,8 @@ class StopRule:
     the exact prefix after each token, since it may hold in the middle of a block.
 
     Attributes:
-        is_rowwise: Every criterion judges each row by its own tokens. One of the caller's own may not: it may count its
-            calls, or compare rows.
+        is_rowwise: Every criterion judges each row by its own tokens. One of the caller's own may not: it may count
+            its calls, or compare rows.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, max_length: int):
