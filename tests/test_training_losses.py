@@ -13,7 +13,9 @@ from dflash_hf.training import losses
 from dflash_hf.training.blocks import IGNORED
 
 
-@pytest.mark.parametrize(("block_size", "gamma"), [(16, 7.0), (10, 5.0), (8, 4.0), (9, 4.5), (13, 6.0), (6, 3.0), (32, 37 / 3)])
+@pytest.mark.parametrize(
+    ("block_size", "gamma"), [(16, 7.0), (10, 5.0), (8, 4.0), (9, 4.5), (13, 6.0), (6, 3.0), (32, 37 / 3)]
+)
 def test_gamma_is_the_papers_and_linear_between(block_size: int, gamma: float) -> None:
     assert losses.default_gamma(block_size) == pytest.approx(gamma)
 

@@ -1,4 +1,4 @@
-"""The mask of all blocks in one forward, against each block alone: by brute force, as a BlockMask, and through the model."""
+"""The mask of all blocks in one forward, against each block alone: by brute force and through the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from helpers import random_prompt, tiny_draft
 
 BLOCK = 4
 SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-# Every rule a draft can have: full, sliding (causal by default), sliding and bidirectional, windows counted from the anchor.
+# Every rule a draft can have; sliding layers are causal by default.
 RULES: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"is_causal": True},
@@ -88,7 +88,11 @@ def states_together(draft: Any, taps: torch.Tensor, tokens: torch.Tensor, anchor
     """All blocks in one forward, as in training: (B, A, K, H)."""
     config = draft.config
     blocks = make_blocks(
-        tokens, torch.full((len(tokens),), tokens.shape[1], device=tokens.device), anchors, config.block_size, config.mask_token_id
+        tokens,
+        torch.full((len(tokens),), tokens.shape[1], device=tokens.device),
+        anchors,
+        config.block_size,
+        config.mask_token_id,
     )
     positions = torch.arange(taps.shape[1], device=taps.device).expand(len(tokens), -1)
     masks = training_masks(config, anchors, taps.shape[1], config._attn_implementation, taps.dtype)
@@ -103,7 +107,7 @@ def states_together(draft: Any, taps: torch.Tensor, tokens: torch.Tensor, anchor
 
 @torch.no_grad()
 def logits_of_drafting(draft: Any, taps: torch.Tensor, tokens: torch.Tensor, anchor: int, target: Any) -> torch.Tensor:
-    """What `generate` drafts at an anchor: its own drafter, its own cache, fed the context in two pieces, (1, K - 1, V)."""
+    """What `generate` drafts at an anchor: its drafter and cache, fed the context in two pieces, (1, K - 1, V)."""
     drafter = Drafter(draft, target.get_input_embeddings(), target.get_output_embeddings())
     drafter.begin(1, 0)
     first = max(anchor // 2, 1)

@@ -19,7 +19,14 @@ from training_runs import answers_of, make_trainer, parameters_of
 
 SCRIPT = Path(__file__).with_name("train_tiny.py")
 # `--cpu` would ask for an MPI launcher; this starts the processes itself, and the run asks for the CPU.
-LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines=1", "--mixed_precision=no"]
+LAUNCH = [
+    sys.executable,
+    "-m",
+    "accelerate.commands.launch",
+    "--multi_gpu",
+    "--num_machines=1",
+    "--mixed_precision=no",
+]
 
 
 def start(folder: Path, *, processes: int = 1, **fields: Any) -> subprocess.CompletedProcess[str]:
@@ -30,7 +37,10 @@ def start(folder: Path, *, processes: int = 1, **fields: Any) -> subprocess.Comp
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
         [*command, str(SCRIPT), str(folder), json.dumps(fields)],
-        env=environment, capture_output=True, text=True, timeout=600,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
 
 
@@ -39,7 +49,13 @@ def result_of(folder: Path, finished: subprocess.CompletedProcess[str], rank: in
     return json.loads((folder / f"curve-{rank}.json").read_text())
 
 
-RUN = {"max_steps": 9, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2}
+RUN = {
+    "max_steps": 9,
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "save_strategy": "steps",
+    "save_steps": 2,
+}
 
 
 def test_kill_in_mid_step_and_restart_give_the_uninterrupted_run(tmp_path: Path) -> None:
@@ -71,14 +87,28 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path: Pa
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
     again = make_trainer(qwen3, tmp_path, answers_of(qwen3, 4), max_steps=2, save_strategy="steps", save_steps=1)
     again.train(resume_from_checkpoint=True)
-    assert sorted(path.name for path in tmp_path.iterdir() if "checkpoint" in path.name) == ["checkpoint-1", "checkpoint-2"]
+    assert sorted(path.name for path in tmp_path.iterdir() if "checkpoint" in path.name) == [
+        "checkpoint-1",
+        "checkpoint-2",
+    ]
 
 
 def test_old_checkpoints_go_and_the_best_stays(tmp_path: Path, qwen3: Any) -> None:
     trainer = make_trainer(
-        qwen3, tmp_path, answers_of(qwen3, 2), max_steps=4, save_strategy="steps", save_steps=1, eval_strategy="steps",
-        eval_steps=1, save_total_limit=2, metric_for_best_model="loss", greater_is_better=True, real_eval_prompts=0,
-        learning_rate=1e-2, load_best_model_at_end=True,
+        qwen3,
+        tmp_path,
+        answers_of(qwen3, 2),
+        max_steps=4,
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_total_limit=2,
+        metric_for_best_model="loss",
+        greater_is_better=True,
+        real_eval_prompts=0,
+        learning_rate=1e-2,
+        load_best_model_at_end=True,
     )
     trainer.train()
     left = {path.name for path in tmp_path.glob("checkpoint-*")}

@@ -79,7 +79,14 @@ def test_first_step_is_the_definition_computed_block_by_block(tmp_path: Path, ki
     rows = answers_of(target, 3)
     draft = tiny_draft(target, **softcap)
     trainer = make_trainer(
-        target, tmp_path, rows, draft=draft, loss=kind, max_steps=1, per_device_train_batch_size=3, num_anchors=4,
+        target,
+        tmp_path,
+        rows,
+        draft=draft,
+        loss=kind,
+        max_steps=1,
+        per_device_train_batch_size=3,
+        num_anchors=4,
         logging_steps=1,
     )
     anchors = batch_anchors(
@@ -100,8 +107,17 @@ def test_micro_batches_and_accumulation_do_not_change_the_step(tmp_path: Path, q
     results = []
     for batch_size, accumulation in ((8, 1), (2, 4), (1, 8)):
         trainer = make_trainer(
-            qwen3, tmp_path, rows, loss=kind, max_steps=3, num_anchors=3, learning_rate=1e-3, logging_steps=1,
-            per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulation, adam_epsilon=1e-3,
+            qwen3,
+            tmp_path,
+            rows,
+            loss=kind,
+            max_steps=3,
+            num_anchors=3,
+            learning_rate=1e-3,
+            logging_steps=1,
+            per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=accumulation,
+            adam_epsilon=1e-3,
         )
         trainer.train()
         results.append((losses_of(trainer), parameters_of(trainer)))
@@ -215,7 +231,9 @@ def test_infinite_states_skip_the_step_and_leave_the_parameters_finite(tmp_path:
 
     trainer.target.states = broken_once
     after_first: list[dict[str, torch.Tensor]] = []
-    trainer.add_callback(type("Spy", (TrainerCallback,), {"on_step_end": lambda *a, **k: after_first.append(parameters_of(trainer))})())
+    trainer.add_callback(
+        type("Spy", (TrainerCallback,), {"on_step_end": lambda *a, **k: after_first.append(parameters_of(trainer))})()
+    )
     trainer.train()
     assert all(torch.equal(after_first[0][name], value) for name, value in start.items())
     assert not any(torch.equal(after_first[2][name], value) for name, value in start.items())

@@ -1,7 +1,7 @@
 """A training run in a process of its own, for tests that kill it or start several: `train_tiny.py FOLDER JSON`.
 
-Writes the loss curve to `FOLDER/curve-RANK.json` and the draft to `FOLDER/final`. With `kill_in_step` in the JSON the process
-ends itself by SIGKILL in the middle of that step, between forward and backward.
+Writes the loss curve to `FOLDER/curve-RANK.json` and the draft to `FOLDER/final`. With `kill_in_step` in the JSON the
+process ends itself by SIGKILL in the middle of that step, between forward and backward.
 """
 
 from __future__ import annotations

@@ -25,9 +25,7 @@ def answers_of(target: Any, number: int, new_tokens: int = 12, seed: int = 0) ->
     for index in range(number):
         prompt = random_prompt(4 + index % 3, seed=seed + index, vocabulary=target.config.vocab_size)
         tokens = greedy(target, prompt, new_tokens + index % 5)[0].tolist()
-        rows.append(
-            {"input_ids": tokens, "prompt_length": prompt.shape[1], "sequence": index, "length": len(tokens)}
-        )
+        rows.append({"input_ids": tokens, "prompt_length": prompt.shape[1], "sequence": index, "length": len(tokens)})
     return Dataset.from_list(rows)
 
 

@@ -14,23 +14,37 @@ class RunArguments:
     """
 
     train_data: str = field(metadata={"help": "folder of `dflash-hf data`, a Parquet/JSONL file, or a datasets name"})
-    eval_data: str | None = field(default=None, metadata={"help": "held-out sequences; default: the last of train_data"})
+    eval_data: str | None = field(
+        default=None, metadata={"help": "held-out sequences; default: the last of train_data"}
+    )
     eval_sequences: int = field(default=32, metadata={"help": "how many held-out sequences are walked"})
     max_length: int = field(default=3072, metadata={"help": "tokens of a sequence; longer ones are cut"})
     target: str | None = field(default=None, metadata={"help": "name or folder; default: the embedded SmolLM2"})
     target_revision: str | None = field(default=None, metadata={"help": "revision of a target on the Hub"})
     target_dtype: str = field(default="bfloat16", metadata={"help": "dtype the target runs in"})
-    shard_target: bool = field(default=False, metadata={"help": "spread the target's layers over the processes (FSDP2)"})
+    shard_target: bool = field(
+        default=False, metadata={"help": "spread the target's layers over the processes (FSDP2)"}
+    )
     draft: str | None = field(default=None, metadata={"help": "draft to continue from, in any published format"})
-    draft_init: str = field(default="target_layers", metadata={"help": "start of a new draft: target_layers or random"})
+    draft_init: str = field(
+        default="target_layers", metadata={"help": "start of a new draft: target_layers or random"}
+    )
     draft_layers: int = field(default=5, metadata={"help": "layers of a new draft"})
     block_size: int | None = field(default=None, metadata={"help": "K; default: the draft's own, or 16 for a new one"})
-    target_layer_ids: list[int] | None = field(default=None, metadata={"help": "taps; default: five by the paper's rule"})
+    target_layer_ids: list[int] | None = field(
+        default=None, metadata={"help": "taps; default: five by the paper's rule"}
+    )
     mask_token_id: int | None = field(default=None, metadata={"help": "default: a reserved row of the target's table"})
     sliding_window: int | None = field(default=None, metadata={"help": "window of every layer of a new draft"})
-    attn_implementation: str | None = field(default=None, metadata={"help": "default: flex_attention on GPU, else sdpa"})
-    state_cache: str | None = field(default=None, metadata={"help": "folder for the target's states, made once and reused"})
-    restrict_vocabulary: bool = field(default=False, metadata={"help": "train over the tokens that occur in the data only"})
+    attn_implementation: str | None = field(
+        default=None, metadata={"help": "default: flex_attention on GPU, else sdpa"}
+    )
+    state_cache: str | None = field(
+        default=None, metadata={"help": "folder for the target's states, made once and reused"}
+    )
+    restrict_vocabulary: bool = field(
+        default=False, metadata={"help": "train over the tokens that occur in the data only"}
+    )
 
     def __post_init__(self) -> None:
         if self.draft_init not in ("target_layers", "random"):

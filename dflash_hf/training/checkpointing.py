@@ -1,7 +1,7 @@
 """Checkpoints of a run: whole or absent, tensors in safetensors, everything else in JSON; nothing is pickled.
 
-A checkpoint is written into a folder aside and renamed when it is complete, so a run killed while it saves resumes from the one
-before. Each is also a repository of the draft, which `from_pretrained` loads.
+A checkpoint is written into a folder aside and renamed when it is complete, so a run killed while it saves resumes
+from the one before. Each is also a repository of the draft, which `from_pretrained` loads.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def draft_config_for(
     target_layer_ids: Sequence[int] | None = None,
     **fields: Any,
 ) -> DFlashConfig:
-    """The configuration of a draft for a target: its width, heads, vocabulary, positions and logit cap are the target's.
+    """The configuration of a draft for a target, whose width, heads, vocabulary, positions and logit cap it takes.
 
     Args:
         target_config: Of a causal language model; its text part is used.
@@ -85,8 +85,8 @@ def rope_of(text: Any) -> dict[str, Any]:
 def pick_mask_token(tokenizer: Any, vocab_size: int) -> int:
     """A token for masked slots that never occurs in text.
 
-    In this order: the tokenizer's own mask token; a row of the target's table that no token uses; a special token whose
-    name says that it is reserved.
+    In this order: the tokenizer's own mask token; a row of the target's table that no token uses; a special token
+    whose name says that it is reserved.
 
     Raises:
         ValueError: If there is none; it names the way out.
@@ -101,8 +101,8 @@ def pick_mask_token(tokenizer: Any, vocab_size: int) -> int:
         if any(word in name for word in RESERVED_NAMES):
             return token_id
     raise ValueError(
-        f"the tokenizer has no mask token, uses all {vocab_size} rows of the target's table, and none of its special tokens "
-        "says that it is reserved; name one that never occurs in your texts with `mask_token_id`."
+        f"the tokenizer has no mask token, uses all {vocab_size} rows of the target's table, and none of its special "
+        "tokens says that it is reserved; name one that never occurs in your texts with `mask_token_id`."
     )
 
 
@@ -122,8 +122,8 @@ def check_mask_token(mask_token_id: int, tokenizer: Any, vocab_size: int) -> Non
     is_text = name is not None and mask_token_id not in special_tokens(tokenizer)
     if is_text or mask_token_id in in_use:
         raise ValueError(
-            f"`mask_token_id` {mask_token_id} is the token {name!r}, which the tokenizer uses; choose a reserved one or "
-            "leave it out."
+            f"`mask_token_id` {mask_token_id} is the token {name!r}, which the tokenizer uses; choose a reserved one "
+            "or leave it out."
         )
 
 

@@ -68,7 +68,9 @@ def score_response(trainer: DFlashTrainer, batch: dict[str, torch.Tensor]) -> tu
     return predicted, labels, loss
 
 
-def _score(trainer: DFlashTrainer, taps: torch.Tensor, blocks: Blocks, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _score(
+    trainer: DFlashTrainer, taps: torch.Tensor, blocks: Blocks, target: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     with trainer.compute_loss_context_manager():
         states = trainer.block_states(trainer.draft, taps, blocks)[0]  # (A, K, H)
     predicted, loss = [], []
@@ -104,7 +106,16 @@ def evaluate(trainer: DFlashTrainer, dataset: Any) -> dict[str, float]:
 
 
 def _no_sums(slots: int) -> dict[str, torch.Tensor]:
-    scalars = ("loss", "weight", "anchor_tokens", "anchors", "walk_tokens", "walk_rounds", "real_tokens", "real_rounds")
+    scalars = (
+        "loss",
+        "weight",
+        "anchor_tokens",
+        "anchors",
+        "walk_tokens",
+        "walk_rounds",
+        "real_tokens",
+        "real_rounds",
+    )
     sums = {name: torch.zeros((), dtype=torch.float64) for name in scalars}
     return sums | {name: torch.zeros(slots, dtype=torch.float64) for name in ("correct", "counted")}
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ MIN_GAMMA = 1.0
 
 def default_gamma(block_size: int) -> float:
     """Decay constant for a block size: the paper's 4, 5 and 7 for 8, 10 and 16, piecewise linear elsewhere."""
-    segments = list(zip(PAPER_GAMMAS, PAPER_GAMMAS[1:], strict=False))
+    segments = list(pairwise(PAPER_GAMMAS))
     (left, low), (right, high) = next((s for s in segments if block_size <= s[1][0]), segments[-1])
     return max(MIN_GAMMA, low + (high - low) * (block_size - left) / (right - left))
 

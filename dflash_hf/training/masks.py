@@ -21,7 +21,7 @@ from .blocks import NO_ANCHOR
 def training_masks(
     config: DFlashConfig, anchors: torch.Tensor, context_length: int, implementation: str | None, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Ready masks of a draft's forward by layer type, from anchors (B, A): BlockMasks for flex attention, else dense."""
+    """Masks of a draft's forward by layer type, from anchors (B, A): BlockMasks for flex attention, else dense."""
     masks = {}
     for layer_type in dict.fromkeys(config.layer_types):
         rules = layer_rules(config, layer_type)
@@ -43,7 +43,11 @@ def layer_rules(config: DFlashConfig, layer_type: str) -> dict[str, Any]:
 
 
 def dense_visibility(
-    anchors: torch.Tensor, context_length: int, block_size: int, window: int | None, is_causal: bool,
+    anchors: torch.Tensor,
+    context_length: int,
+    block_size: int,
+    window: int | None,
+    is_causal: bool,
     window_from_anchor: bool = False,
 ) -> torch.Tensor:
     """Booleans (B, A * K, S + A * K). The slots of absent blocks see their own block, so that no row is all masked."""
@@ -64,7 +68,11 @@ def dense_visibility(
 
 
 def block_mask(
-    anchors: torch.Tensor, context_length: int, block_size: int, window: int | None, is_causal: bool,
+    anchors: torch.Tensor,
+    context_length: int,
+    block_size: int,
+    window: int | None,
+    is_causal: bool,
     window_from_anchor: bool = False,
 ) -> Any:
     """The same as a `BlockMask` of flex attention, which never materialises the (A * K) x (S + A * K) booleans."""

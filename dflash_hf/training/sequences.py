@@ -77,7 +77,9 @@ def usable_sequences(rows: Dataset, max_length: int, vocab_size: int) -> tuple[D
     return ArrowDataset.from_list(keep), dict(skipped)
 
 
-def unusable_because(token_ids: Sequence[int], prompt_length: int | None, max_length: int, vocab_size: int) -> str | None:
+def unusable_because(
+    token_ids: Sequence[int], prompt_length: int | None, max_length: int, vocab_size: int
+) -> str | None:
     """Why a sequence has nothing to train on; `None` if it has."""
     if prompt_length is None or not 0 <= prompt_length <= len(token_ids):
         return "prompt length outside the sequence"
@@ -103,7 +105,7 @@ class SequenceCollator:
         self.cache = cache
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """`input_ids` and `attention_mask` (B, S), `lengths`, `prompt_lengths` and `sequences` (B,), `states` (B, S, L * H)."""
+        """`input_ids`, `attention_mask` (B, S); `lengths`, `prompt_lengths`, `sequences` (B,); `states` (B, S, L * H)."""
         lengths = torch.tensor([len(feature["input_ids"]) for feature in features])
         input_ids = torch.zeros(len(features), int(lengths.max()), dtype=torch.long)
         for row, feature in zip(input_ids, features, strict=True):

@@ -12,7 +12,7 @@ logger = logging.get_logger(__name__)
 
 
 class SkipNonFiniteSteps(TrainerCallback):
-    """Drops the gradients of a step in which one of them is infinite or not a number: the optimiser then has nothing to do.
+    """Drops the gradients of a step in which one of them is not finite: the optimiser then has nothing to do.
 
     Args:
         trainer: Whose model and log it watches.
@@ -34,5 +34,5 @@ class SkipNonFiniteSteps(TrainerCallback):
         for parameter in self.trainer.model.parameters():
             parameter.grad = None
         logger.warning(
-            f"step {state.global_step + 1}: the gradients are not finite, so the step is skipped ({self.skipped} so far)"
+            f"step {state.global_step + 1}: the gradients are not finite, so it is skipped ({self.skipped} so far)"
         )

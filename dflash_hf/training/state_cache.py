@@ -1,8 +1,8 @@
 """The target's tapped states on disk, computed once and read in every epoch after.
 
-A file holds the states of some consecutive sequences, and its name is a hash of all they depend on: the target's weights,
-the taps, the dtype and the token ids. Other tokens or another target therefore find no file and make a new one; nothing
-stale is ever read. More data at the end of a dataset leaves the files of the rest as they are.
+A file holds the states of some consecutive sequences, and its name is a hash of all they depend on: the target's
+weights, the taps, the dtype and the token ids. Other tokens or another target therefore find no file and make a new
+one; nothing stale is ever read. More data at the end of a dataset leaves the files of the rest as they are.
 
 Shapes: B batch, S context, L taps, H hidden, T tokens of a file.
 """
@@ -37,9 +37,7 @@ class StateCache:
         with_head_inputs: Whether to keep the inputs of the target's head, too (for distillation).
     """
 
-    def __init__(
-        self, folder: str | Path, target: FrozenTarget, sequences: Dataset, with_head_inputs: bool = False
-    ):
+    def __init__(self, folder: str | Path, target: FrozenTarget, sequences: Dataset, with_head_inputs: bool = False):
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.target = target

@@ -47,7 +47,7 @@ class FrozenTarget:
         return self.model.dtype
 
     def shard(self) -> None:
-        """Spread the decoder layers over all processes (FSDP2); embedding and head stay whole, for they are used alone."""
+        """Spread the decoder layers over all processes (FSDP2); embedding and head, used alone, stay whole."""
         from torch.distributed.fsdp import fully_shard
 
         for layer in decoder_layers(self.model):
@@ -57,7 +57,7 @@ class FrozenTarget:
     def states(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, with_head_inputs: bool = False
     ) -> torch.Tensor:
-        """Concatenated taps (B, S, L * H) of right-padded sequences; with the head's inputs behind, (B, S, (L + 1) * H)."""
+        """Concatenated taps (B, S, L * H) of right-padded rows; with the head's inputs behind, (B, S, (L + 1) * H)."""
         kwargs: dict[str, Any] = {"output_hidden_states": hidden_states_request(self.target_layer_ids)}
         parameters = inspect.signature(self.model.forward).parameters
         if not with_head_inputs and "logits_to_keep" in parameters:

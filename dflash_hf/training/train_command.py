@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     """Add ``train`` to the command line's sub-commands. Its own arguments are parsed by `HfArgumentParser`."""
-    parser = subparsers.add_parser("train", help="train a draft for a causal target", add_help=False)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="[CONFIG.yaml] [--flag value ...]")
+    # No prefix a shell can type, so that flags are arguments like any other here and reach the other parser untouched.
+    parser = subparsers.add_parser(
+        "train", help="train a draft for a causal target", add_help=False, prefix_chars="\0"
+    )
+    parser.add_argument("arguments", nargs="*", metavar="[CONFIG.yaml] [--flag value ...]")
     parser.set_defaults(run=run)
     return parser
 
@@ -87,7 +90,6 @@ def build_trainer(run_args: RunArguments, training_args: DFlashTrainingArguments
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from ..embedded import embedded_target_path
-    from . import draft_setup
     from .sequences import SequenceCollator, load_sequences, usable_sequences
     from .state_cache import StateCache
     from .target import FrozenTarget, RestrictedHead
@@ -104,7 +106,9 @@ def build_trainer(run_args: RunArguments, training_args: DFlashTrainingArguments
         evaluation = train.select(range(len(train) - held_out, len(train)))
         train = train.select(range(max(len(train) - held_out, 1)))
     else:
-        evaluation, skipped = usable_sequences(load_sequences(run_args.eval_data), run_args.max_length, text.vocab_size)
+        evaluation, skipped = usable_sequences(
+            load_sequences(run_args.eval_data), run_args.max_length, text.vocab_size
+        )
         report_skipped(run_args.eval_data, len(evaluation), skipped)
         evaluation = evaluation.select(range(min(run_args.eval_sequences, len(evaluation))))
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)

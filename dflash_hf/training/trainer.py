@@ -1,8 +1,8 @@
 """DFlashTrainer: Transformers' `Trainer`, taught to train a draft against a frozen target (DFlash, section 3.3).
 
-What differs from an ordinary run: the model is the draft alone; its inputs are made here from the target's tapped states,
-random anchors and the sparse mask; the loss is normalised by a sum of weights that the whole optimiser step shares; and
-evaluation walks held-out sequences the way decoding does.
+What differs from an ordinary run: the model is the draft alone; its inputs are made here from the target's tapped
+states, random anchors and the sparse mask; the loss is normalised by a sum of weights that the whole optimiser step
+shares; and evaluation walks held-out sequences the way decoding does.
 
 Shapes: B batch, S context, A anchors, K block, H hidden, V vocabulary.
 """
@@ -28,7 +28,7 @@ from .target import FrozenTarget, RestrictedHead
 
 @dataclass
 class DFlashTrainingArguments(TrainingArguments):
-    """[`~transformers.TrainingArguments`] with the recipe's own settings; the paper's optimiser settings are the defaults.
+    """[`~transformers.TrainingArguments`] with the recipe's own settings; the defaults are the paper's.
 
     Raises:
         ValueError: For a loss that is not there or a constant out of its range.
@@ -104,7 +104,7 @@ class DFlashTrainer(checkpointing.AtomicCheckpoints, Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor | None]:
-        """Fetch the micro-batches of an optimiser step, and draw their anchors: their weights are summed before any runs."""
+        """Fetch the micro-batches of an optimiser step and draw their anchors, so that all weights are summed first."""
         batches: list[dict[str, torch.Tensor]] = []
         for _ in range(num_batches):
             try:
@@ -177,9 +177,7 @@ class DFlashTrainer(checkpointing.AtomicCheckpoints, Trainer):
         )
         return outputs.last_hidden_state.unflatten(1, blocks.token_ids.shape[1:])
 
-    def _sum_of_losses(
-        self, block_states: torch.Tensor, blocks: Blocks, head_inputs: torch.Tensor
-    ) -> torch.Tensor:
+    def _sum_of_losses(self, block_states: torch.Tensor, blocks: Blocks, head_inputs: torch.Tensor) -> torch.Tensor:
         """Sum of weighted losses over the blocks that have something to predict, from their states (B, A, K, H)."""
         labels = blocks.labels
         has_any = (labels != IGNORED).any(-1)  # (B, A)
