@@ -17,7 +17,16 @@ from helpers import greedy, requires_shared, tiny_target
 
 PROMPTS = [{"prompt": "w7 w8"}, {"turns": ["w9 w10 w11", "w12"]}, {"messages": [{"role": "user", "content": "w20"}]}]
 NEW = 14
-ALL = ["plain", "dflash", "dflash-tree:draft_tree_budget=8", "native", "prompt-lookup", "assistant", "zlab"]
+ALL = [
+    "plain",
+    "dflash",
+    "dflash-tree:draft_tree_budget=8",
+    "dflash-auto",
+    "native",
+    "prompt-lookup",
+    "assistant",
+    "zlab",
+]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +78,7 @@ def test_rounds_and_times_add_up_for_every_method(finished: Path) -> None:
             assert result["first_tokens"] + result["decoded_tokens"] == len(result["tokens"])
             if name == "plain":
                 assert result["rounds"] == []
-            elif name in ("dflash", "dflash-tree:draft_tree_budget=8", "zlab"):
+            elif name in ("dflash", "dflash-tree:draft_tree_budget=8", "dflash-auto", "zlab"):
                 assert sum(result["rounds"]) == NEW - 1
             else:  # rounds are read off what was delivered after the first round
                 assert sum(result["rounds"]) == result["decoded_tokens"]

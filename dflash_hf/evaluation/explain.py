@@ -73,7 +73,8 @@ def trace_rounds(pair: Pair, prompt_ids: list[int], rounds: int, with_attention:
 
     max_new_tokens = 1 + rounds * pair.draft.config.block_size
     check_length(pair.target, len(prompt_ids), max_new_tokens)
-    pair.draft.generation_config.draft_tree_budget = 0  # the walkthrough is of a chain
+    pair.draft.generation_config.draft_tree_budget = 0  # the walkthrough is of whole chains
+    pair.draft.generation_config.num_assistant_tokens_schedule = "constant"
     if with_attention:
         pair.draft.set_attn_implementation("eager")  # the only one that returns its weights
     input_ids = torch.tensor([prompt_ids], device=pair.target.device)

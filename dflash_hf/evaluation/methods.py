@@ -46,15 +46,15 @@ class Method:
 
 METHODS: dict[str, Method] = {
     PLAIN: Method(),
-    "dflash": Method("draft", {"draft_tree_budget": 0}),
-    "dflash-tree": Method("draft", {"draft_tree_budget": 64}),
+    "dflash": Method("draft", {"draft_tree_budget": 0, "num_assistant_tokens_schedule": "constant"}),
+    "dflash-tree": Method("draft", {"draft_tree_budget": 64, "num_assistant_tokens_schedule": "constant"}),
     "dflash-auto": Method("draft", {"draft_tree_budget": "auto"}),
     "native": Method("draft", {}, {"speculation_type": "dflash"}),
     "prompt-lookup": Method(None, {}, {"prompt_lookup_num_tokens": 10}),
     "assistant": Method("assistant"),
     "zlab": Method("zlab"),
 }
-DEFAULT = (PLAIN, "dflash", "dflash-tree", "native", "prompt-lookup", "assistant", "zlab")
+DEFAULT = (PLAIN, "dflash", "dflash-tree", "dflash-auto", "native", "prompt-lookup", "assistant", "zlab")
 
 
 def parse_methods(specs: Sequence[str] | None, has_draft: bool, has_assistant: bool) -> list[Method]:

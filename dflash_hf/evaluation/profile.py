@@ -187,13 +187,19 @@ def report(profile: Profile) -> list[str]:
         *bars,
         "",
         f"Outside the forward passes: {profile.overhead:.1%} of the round.",
-        f"Plain generate takes {1000 * profile.plain_step:.2f} ms a token; its bare forward {1000 * profile.bare_step:.2f}"
-        f" ms, and one of {width} tokens {1000 * profile.bare_verification:.2f} ms.",
-        f"Best possible speed-up: {profile.acceptance_length:.2f} x {1000 * profile.plain_step:.2f} / "
-        f"({1000 * parts['draft forward']:.2f} + {1000 * parts['head']:.2f} + {1000 * profile.bare_verification:.2f}) = "
-        f"{profile.best_speedup:.2f}; measured {profile.speedup:.2f}, {profile.speedup / profile.best_speedup:.0%} of it.",
+        f"Plain generate takes {ms(profile.plain_step)} ms a token; its bare forward {ms(profile.bare_step)} ms, and one "
+        f"of {width} tokens {ms(profile.bare_verification)} ms.",
+        f"Best possible speed-up: {profile.acceptance_length:.2f} x {ms(profile.plain_step)} / "
+        f"({ms(parts['draft forward'])} + {ms(parts['head'])} + {ms(profile.bare_verification)}) = "
+        f"{profile.best_speedup:.2f}; measured {profile.speedup:.2f}, "
+        f"{profile.speedup / profile.best_speedup:.0%} of it.",
         limit(profile, parts, total),
     ]
+
+
+def ms(seconds: float) -> str:
+    """Milliseconds, as text."""
+    return f"{1000 * seconds:.2f}"
 
 
 def limit(profile: Profile, parts: dict[str, float], total: float) -> str:
