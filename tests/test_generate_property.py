@@ -6,7 +6,7 @@ budget, how deep the draft is right, where rows end. `--hypothesis-profile explo
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,12 +21,12 @@ NEW_TOKENS = 14
 WINDOWED = ("mistral", "gemma3", "gpt_oss")
 
 
-@lru_cache(maxsize=None)
+@cache
 def cached_target(family: str, window: int | None) -> Any:
     return tiny_target(family, **({"sliding_window": window} if window else {}))
 
 
-@lru_cache(maxsize=None)
+@cache
 def continuation(family: str, window: int | None, length: int) -> torch.Tensor:
     """A prompt and what the target alone says after it, past the end of every test: (length + N,)."""
     target = cached_target(family, window)
