@@ -95,8 +95,8 @@ class Drafter:
         """Positions of each row's new context, then of its block right behind it: (B, N + K)."""
         num_new = max(lengths)
         if min(lengths) == num_new and len(set(self.positions)) == 1:
-            start = self.positions[0]
-            return torch.arange(start, start + num_new + num_slots, device=device).expand(len(lengths), -1)
+            first = self.positions[0]
+            return torch.arange(first, first + num_new + num_slots, device=device).expand(len(lengths), -1)
         start = torch.tensor(self.positions, device=device)[:, None]
         context = start + torch.arange(num_new, device=device)
         block = start + torch.tensor(lengths, device=device)[:, None] + torch.arange(num_slots, device=device)
