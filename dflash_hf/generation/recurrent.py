@@ -148,21 +148,22 @@ def _cut(value: Any, old: Any, new: Any, index: torch.Tensor, count: int, batch_
 def check_multi_token_forward(runner: Any, anchors: torch.Tensor) -> None:
     """Refuse a model whose forward of several tokens forgets the cached state (some restart from zero).
 
-    One token's logits are compared with those of the first of eight, once per model class.
+    One token's logits are compared with those of the first of eight, once per model class. A restart changes them by
+    their own magnitude. Some kernels for one token differ by a thousandth from those for several (Zamba2's and
+    Nemotron-H's leave out the step size's floor), which is no reason to refuse.
 
     Raises:
-        ValueError: If they differ by more than rounding.
+        ValueError: If they differ by more than that.
     """
     key = type(runner.target)
     if key not in _continues_state:
         one = _probe(runner, anchors)
         eight = _probe(runner, anchors.expand(-1, 8).contiguous())
-        _continues_state[key] = torch.allclose(one, eight, rtol=0, atol=tolerance(one))
+        _continues_state[key] = _is_near(one, eight)
     if not _continues_state[key]:
         raise ValueError(
             f"{key.__name__} restarts from an empty state when it is given several tokens at once, so blocks cannot "
-            "be "
-            "verified with it; generate without `assistant_model`, or use a Transformers version that corrects it."
+            "be verified with it; generate without `assistant_model`, or use a Transformers version that corrects it."
         )
 
 
@@ -178,6 +179,11 @@ def _probe(runner: Any, block: torch.Tensor) -> torch.Tensor:
     runner.recurrent.restore()
     runner.length -= block.shape[1]
     return logits
+
+
+def _is_near(one: torch.Tensor, eight: torch.Tensor) -> bool:
+    kernels = 0.02 * max(1.0, float(one.abs().max()))
+    return torch.allclose(one, eight, rtol=0, atol=max(kernels, tolerance(one)))
 
 
 def tolerance(logits: torch.Tensor) -> float:
