@@ -12,13 +12,24 @@ from threading import Thread
 import pytest
 import torch
 from torch import nn
-from transformers import GenerationMixin, T5Config, T5ForConditionalGeneration, pipeline
+from transformers import (
+    CLIPVisionConfig,
+    GenerationMixin,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+    pipeline,
+)
 from transformers.generation.streamers import BaseStreamer
 
 import dflash_hf.generation as generation
 from comparing import Recorder, assert_same_text, forwards_of, letter_tokenizer, shared_target
 from dflash_hf.generation.drafting import Drafter
-from helpers import VOCABULARY, greedy, left_padded, random_prompt, tiny_draft, tiny_target
+from helpers import VOCABULARY, greedy, left_padded, random_prompt, scramble, tiny_draft, tiny_target
 from oracle import OracleDraft, oracle_draft
 
 
@@ -513,10 +524,6 @@ def test_states_beyond_the_range_of_float16_reach_the_draft_unharmed():
 
 def test_target_with_other_names_for_its_parts():
     """GPT-NeoX: `gpt_neox.embed_in`, `embed_out`."""
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-    from helpers import scramble
-
     config = GPTNeoXConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -600,6 +607,62 @@ def test_offloaded_head_and_embeddings(tmp_path):
     assert target.lm_head.weight.device.type == "meta"
     out = target.generate(prompt, assistant_model=draft, max_new_tokens=16, do_sample=False)
     assert out.tolist() == expected
+
+
+def tiny_vision_target(dtype=torch.float64):
+    """LLaVA: 4 image tokens of id 60 for an 8 x 8 picture in 4 x 4 patches."""
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=8,
+            patch_size=4,
+            projection_dim=16,
+        ),
+        text_config=LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=None,
+        ),
+        image_token_index=60,
+        vision_feature_layer=-1,
+    )
+    target = LlavaForConditionalGeneration(config)
+    scramble(target, 0)
+    target = target.to(dtype).eval()
+    target.generation_config.pad_token_id = 0
+    return target
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_pictures_reach_the_target(batch_size):
+    """Case G11: the text is that of plain `generate` with the picture, and differs from another picture's."""
+    target = tiny_vision_target()
+    texts = []
+    for seed in range(2):
+        rows = [
+            torch.cat([random_prompt(2 + row, seed=row)[0] % 59 + 1, torch.full((4,), 60), torch.tensor([5, 9])])
+            for row in range(batch_size)
+        ]
+        batch = left_padded(rows)
+        pictures = torch.randn(batch_size, 3, 8, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        inputs = {**batch, "pixel_values": pictures}
+        options = {
+            "suppress_tokens": [60],
+            "output_scores": True,
+        }  # an image token in the text would ask for a picture
+        out = assert_same_text(target, tiny_draft(target), inputs, 16, **options)
+        texts.append(out.sequences[:, batch["input_ids"].shape[1] :].tolist())
+    assert texts[0] != texts[1]
 
 
 # --- pipelines -------------------------------------------------------------------------------------------------------
