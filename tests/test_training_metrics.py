@@ -22,7 +22,7 @@ def test_only_leading_right_proposals_count() -> None:
 
 
 def test_a_walk_starts_each_round_where_the_last_one_ended() -> None:
-    # Tokens 0..6 of a response. Token 0 has two right proposals: it commits 1, 2 and the target's own 3. Token 3: none.
+    # Tokens 0..6 of a response. Token 0 has two right proposals: it commits 1, 2 and the target's own 3; token 3 none.
     assert walk([2, 9, 9, 0, 1, 9], block_size=4) == [3, 1, 2]
 
 

@@ -104,7 +104,7 @@ class DFlashTrainer(checkpointing.AtomicCheckpoints, Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list[dict[str, torch.Tensor]], torch.Tensor | None]:
-        """Fetch the micro-batches of an optimiser step and draw their anchors, so that all weights are summed first."""
+        """Fetch the micro-batches of an optimiser step and draw their anchors, so that weights are summed first."""
         batches: list[dict[str, torch.Tensor]] = []
         for _ in range(num_batches):
             try:
@@ -171,7 +171,8 @@ class DFlashTrainer(checkpointing.AtomicCheckpoints, Trainer):
         masks = training_masks(draft.config, blocks.anchors, context_length, draft.config._attn_implementation, dtype)
         outputs = model(
             noise_embeds=embeds.to(dtype),
-            context_hidden_states=taps.to(dtype),
+            # Autocast makes them what `fc` computes in; a copy in the parameters' dtype would be the step's largest.
+            context_hidden_states=taps if torch.is_autocast_enabled(taps.device.type) else taps.to(dtype),
             position_ids=torch.cat([context_positions, blocks.positions.flatten(1)], dim=1),
             attention_mask=masks,
         )
