@@ -105,7 +105,11 @@ class SequenceCollator:
         self.cache = cache
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """`input_ids`, `attention_mask` (B, S); `states` (B, S, L*H)."""
+        """A padded batch.
+
+        Returns:
+            `input_ids`, `attention_mask` (B, S); `lengths`, `prompt_lengths`, `sequences` (B,); `states` (B, S, L * H).
+        """
         lengths = torch.tensor([len(feature["input_ids"]) for feature in features])
         input_ids = torch.zeros(len(features), int(lengths.max()), dtype=torch.long)
         for row, feature in zip(input_ids, features, strict=True):
