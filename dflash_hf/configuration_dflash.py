@@ -17,6 +17,17 @@ NESTED_NAMES = {
     "input_embedding_scale": "input_embedding_scale",
     "output_multiplier": "output_multiplier",
     "final_logit_softcapping": "final_logit_softcapping",
+    "attention_sink_bias": "attention_sinks",
+    "attention_value_scale": "attention_value_scale",
+    "sample_from_anchor": "slots_predict_next",
+    "conv_kernel_size": "conv_kernel_size",
+    "conv_group_size": "conv_group_size",
+    "selector_rank": "selector_rank",
+    "selector_top_k": "selector_top_k",
+    "markov_rank": "markov_rank",
+    "markov_head_type": "markov_head_type",
+    "enable_confidence_head": "confidence_head",
+    "confidence_head_with_markov": "confidence_head_with_markov",
 }
 
 # Parts that only some published drafts have, and what their fields are when a draft has none of them.
@@ -122,7 +133,8 @@ class DFlashConfig(Qwen3Config):
             "output_multiplier": output_multiplier,
             "final_logit_softcapping": final_logit_softcapping,
         }
-        parts = {name: kwargs.pop(name, unused) for name, unused in (OPTIONAL_PARTS | TRAINING_FACTS).items()}
+        optional = OPTIONAL_PARTS | TRAINING_FACTS
+        flat.update({name: kwargs.pop(name, None) for name in optional})
         flat = merge_dialects(flat, dflash_config or {})
         if kwargs.get("sliding_window") is not None and "sliding_attention" in (kwargs.get("layer_types") or ()):
             kwargs["use_sliding_window"] = True
@@ -140,8 +152,8 @@ class DFlashConfig(Qwen3Config):
         self.input_embedding_scale = flat["input_embedding_scale"]
         self.output_multiplier = 1.0 if flat["output_multiplier"] is None else flat["output_multiplier"]
         self.final_logit_softcapping = flat["final_logit_softcapping"]
-        for name, value in parts.items():
-            setattr(self, name, value)
+        for name, unused in optional.items():
+            setattr(self, name, unused if flat[name] is None else flat[name])
         self._validate_draft_fields()
         self._validate_optional_parts()
 

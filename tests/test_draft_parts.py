@@ -255,6 +255,16 @@ def test_fields_that_contradict_each_other_are_refused(fields: dict[str, Any], m
     assert "\n" not in str(error.value)
 
 
+def test_parts_are_read_from_the_nested_dialect() -> None:
+    base = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "mask_token_id": 63, "block_size": 4}
+    nested = {"target_layer_ids": [0, 2], "attention_sink_bias": True, **SELECTOR}
+    config = DFlashConfig(**base, dflash_config=nested)
+    assert {name: getattr(config, name) for name in SELECTOR} == SELECTOR
+    assert config.attention_sinks is True
+    with pytest.raises(ValueError, match=r"`selector_rank` is 4 at the top level but 6 in `dflash_config"):
+        DFlashConfig(**base, selector_rank=4, dflash_config=nested)
+
+
 def test_parts_survive_saving(qwen3: Any, tmp_path: Any) -> None:
     fields = {**PARTS["recurrent Markov"], "tap_norms": True, "trained_length": 3072, "trained_with_thinking": False}
     draft = draft_with(qwen3, fields)

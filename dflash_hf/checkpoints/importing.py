@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..configuration_dflash import NESTED_NAMES, DFlashConfig
 from .files import read_config, read_tensors
 from .formats import DEEPSPEC, NATIVE, OWN, SPECULATORS, detect_format, model_name
 
 if TYPE_CHECKING:
     import torch
-
-    from ..configuration_dflash import DFlashConfig
 
 Fields = dict[str, Any]
 Tensors = dict[str, "torch.Tensor"]
@@ -29,30 +28,10 @@ BODY_FIELDS = (
 )  # fmt: skip
 
 # Draft fields under each name that a format gives them, at the top level or inside `dflash_config`.
-DRAFT_FIELDS = {
-    "block_size": "block_size",
-    "mask_token_id": "mask_token_id",
-    "target_layer_ids": "target_layer_ids",
+DRAFT_FIELDS = NESTED_NAMES | {
     "layer_ids": "target_layer_ids",
-    "num_target_layers": "num_target_layers",
-    "is_causal": "is_causal",
-    "causal": "is_causal",
-    "input_embedding_scale": "input_embedding_scale",
-    "output_multiplier": "output_multiplier",
     "logit_scale": "output_multiplier",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "attention_sink_bias": "attention_sinks",
-    "attention_value_scale": "attention_value_scale",
-    "sample_from_anchor": "slots_predict_next",
     "shift_label": "slots_predict_next",
-    "conv_kernel_size": "conv_kernel_size",
-    "conv_group_size": "conv_group_size",
-    "selector_rank": "selector_rank",
-    "selector_top_k": "selector_top_k",
-    "markov_rank": "markov_rank",
-    "markov_head_type": "markov_head_type",
-    "enable_confidence_head": "confidence_head",
-    "confidence_head_with_markov": "confidence_head_with_markov",
 }
 
 # Understood elsewhere in this module, or of no effect on what the draft computes.
@@ -86,7 +65,7 @@ NATIVE_ROPE = {"rope_theta": 500000.0, "rope_type": "default"}
 NATIVE_WINDOW = 2048
 
 
-def read_draft(folder: Path, vocab_size: int | None = None) -> "tuple[str, DFlashConfig, Tensors]":
+def read_draft(folder: Path, vocab_size: int | None = None) -> tuple[str, DFlashConfig, Tensors]:
     """Read a draft of any format: the format, its config, and its tensors under the model's names.
 
     Args:
@@ -98,8 +77,6 @@ def read_draft(folder: Path, vocab_size: int | None = None) -> "tuple[str, DFlas
         ValueError: If a file is damaged, the format is unknown, a field that matters is not understood, or a tensor
             has no place in the model, or the model's has none in the file.
     """
-    from ..configuration_dflash import DFlashConfig
-
     raw_config, raw_tensors = read_config(folder), read_tensors(folder)
     draft_format = detect_format(raw_config, raw_tensors)
     tensors = rename_tensors(raw_tensors)
@@ -349,7 +326,7 @@ def import_vocabulary_map(tensors: Tensors, fields: Fields) -> None:
     tensors["draft_token_ids"] = token_ids
 
 
-def check_tensors(config: "DFlashConfig", tensors: Mapping[str, "torch.Tensor"]) -> None:
+def check_tensors(config: DFlashConfig, tensors: Mapping[str, "torch.Tensor"]) -> None:
     """Every tensor has a place in the model that `config` describes, of its shape, and every place a tensor.
 
     Raises:
