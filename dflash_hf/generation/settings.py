@@ -72,8 +72,7 @@ class DraftSettings:
             )
         if not isinstance(settings.tree_budget, int) or settings.tree_budget < 0:
             raise ValueError(
-                f"`draft_tree_budget` must be a number of nodes, 0 for a chain, got {settings.tree_budget!r}; 16 to "
-                "64 "
+                f"`draft_tree_budget` must be a number of nodes, 0 for a chain, got {settings.tree_budget!r}; 16 to 64 "
                 "suits most drafts."
             )
         if settings.context_length is not None and settings.context_length < 1:
@@ -81,11 +80,11 @@ class DraftSettings:
                 f"`draft_context_length` must be at least 1 token, got {settings.context_length}; leave it out to "
                 "keep the whole context."
             )
-        if settings.costs is not None and not (len(settings.costs) == 2 and min(settings.costs) >= 0):
+        if settings.costs is not None and not _are_costs(settings.costs):
             raise ValueError(
                 "`draft_costs` must be two numbers, the cost of drafting a block and of each further verified "
-                "position "
-                f"relative to a one-token forward of the target, got {settings.costs!r}; leave it out to measure them."
+                f"position relative to a one-token forward of the target, got {settings.costs!r}; leave it out to "
+                "measure them."
             )
         return settings
 
@@ -95,6 +94,11 @@ class DraftSettings:
             return None
         must_repeat = do_sample or torch.are_deterministic_algorithms_enabled()
         return WidthPolicy(self.costs or (USUAL_COSTS if must_repeat else None))
+
+
+def _are_costs(value: Any) -> bool:
+    is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+    return is_pair and all(isinstance(cost, (int, float)) and 0 <= cost < float("inf") for cost in value)
 
 
 __all__ = ["DraftSettings"]
