@@ -20,6 +20,7 @@ import torch
 USUAL_COSTS = (0.25, 0.025)
 FORGETTING = 0.9
 LONGEST_PAUSE = 64
+PROBE_EVERY = 8
 
 
 class WidthPolicy:
@@ -37,6 +38,8 @@ class WidthPolicy:
         self.draft_seconds: float | None = None
         # Decayed sums over verifications of width w and duration t: n, w, w^2, t, w * t.
         self.sums = [0.0] * 5
+        self.one, self.step_cost = 0.0, USUAL_COSTS[1]  # seconds of a one-token forward; a position's share of it
+        self.alike_rounds = 0  # in a row in which the remembered widths were all much the same
         self.started = 0.0
         self.was_drafted = False
 
@@ -64,8 +67,17 @@ class WidthPolicy:
             self.pause, self.next_pause = self.next_pause, min(2 * self.next_pause, LONGEST_PAUSE)
         else:
             self.next_pause = 4
+        best_width = self._probe(best_width)
         self.started = self._now()
         return best_width
+
+    def _probe(self, width: int) -> int:
+        """Halve a width now and then while all were alike: one width alone does not say what a position costs."""
+        count, total, square, *_ = self.sums
+        is_alike = count > 0 and square / count - (total / count) ** 2 < 1.0
+        self.alike_rounds = self.alike_rounds + 1 if is_alike else 0
+        is_due = self.fixed_costs is None and self.alike_rounds % PROBE_EVERY == 1
+        return width // 2 if is_due else width
 
     def learn(self, chances: Sequence[float], accepted: float, width: int) -> None:
         """Take in a round: what was expected of the verified candidates, how many stood, and how long it took."""
@@ -74,6 +86,7 @@ class WidthPolicy:
             FORGETTING * old + new
             for old, new in zip(self.sums, (1.0, width, width**2, duration, width * duration), strict=True)
         ]
+        self._fit()
         if self.was_drafted:
             self.hits = FORGETTING * self.hits + accepted
             self.expected = FORGETTING * self.expected + sum(chances)
@@ -83,21 +96,23 @@ class WidthPolicy:
         return (self.hits + 1.0) / (self.expected + 1.0)
 
     def _costs(self) -> tuple[float, float]:
-        """Cost of drafting and of a further position, relative to one token: a line through the measured times.
-
-        A weak pull towards the usual slope keeps the line sane while few widths have been seen.
-        """
+        """Cost of drafting and of a further position, relative to one token."""
         if self.fixed_costs is not None:
             return self.fixed_costs
+        return (self.draft_seconds or 0.0) / self.one if self.one else USUAL_COSTS[0], self.step_cost
+
+    def _fit(self) -> None:
+        """Lay a line through the measured times: what one token takes, and what a further position adds to it.
+
+        A pull towards the slope of the round before keeps the line sane while all widths are much the same.
+        """
         count, width, square, duration, product = self.sums
-        if not count:
-            return USUAL_COSTS
         mean_width, mean_duration = width / count, duration / count
-        usual = mean_duration * USUAL_COSTS[1] / (1.0 + USUAL_COSTS[1] * (mean_width - 1.0))
+        pull = mean_duration * self.step_cost / (1.0 + self.step_cost * (mean_width - 1.0))
         spread = square / count - mean_width**2
-        slope = (product / count - mean_width * mean_duration + usual) / (spread + 1.0)
-        one = max(mean_duration - slope * (mean_width - 1.0), 0.1 * mean_duration)
-        return (self.draft_seconds or 0.0) / one, max(slope, 0.0) / one
+        slope = (product / count - mean_width * mean_duration + pull) / (spread + 1.0)
+        self.one = max(mean_duration - slope * (mean_width - 1.0), 0.1 * mean_duration)
+        self.step_cost = max(slope, 0.0) / self.one if self.one else self.step_cost
 
     def _now(self) -> float:
         return 0.0 if self.fixed_costs is not None else time.perf_counter()

@@ -72,8 +72,8 @@ class DraftSettings:
             )
         if not isinstance(settings.tree_budget, int) or settings.tree_budget < 0:
             raise ValueError(
-                f"`draft_tree_budget` must be a number of nodes, 0 for a chain, got {settings.tree_budget!r}; 16 to 64 "
-                "suits most drafts."
+                f"`draft_tree_budget` must be a number of nodes, 0 for a chain, got {settings.tree_budget!r}; 16 to "
+                "64 suits most drafts."
             )
         if settings.context_length is not None and settings.context_length < 1:
             raise ValueError(
