@@ -374,6 +374,21 @@ def test_dtype_is_the_files_unless_asked_otherwise(draft: Path) -> None:
     assert load_draft(draft, target).dtype == target.dtype == torch.float64
 
 
+def test_draft_of_an_offloaded_target_stays_where_it_was_loaded(draft: Path, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    target = tiny_target("qwen3", vocab_size=VOCABULARY, dtype=torch.float32)
+    accelerate.disk_offload(target, tmp_path / "offload", execution_device=torch.device("cpu"))
+    assert target.device.type == "meta"
+    assert load_draft(draft, target).device.type == "cpu"
+
+
+def test_arguments_of_from_pretrained_are_passed_on(draft: Path) -> None:
+    pytest.importorskip("accelerate")
+    loaded = load_draft(draft, dtype=torch.bfloat16, attn_implementation="eager", device_map="cpu")
+    assert (loaded.dtype, loaded.config._attn_implementation) == (torch.bfloat16, "eager")
+    assert not any(parameter.is_meta for parameter in loaded.parameters())
+
+
 def test_draft_for_another_target_is_refused_when_the_target_is_given(draft: Path) -> None:
     with pytest.raises(ValueError, match="`hidden_size` is 32 in the draft but 40 in the target"):
         load_draft(draft, tiny_target("qwen3", hidden_size=40, vocab_size=VOCABULARY))

@@ -52,7 +52,7 @@ def load_draft(
     if found == OWN and (folder / "generation_config.json").is_file():
         draft.generation_config = GenerationConfig.from_pretrained(folder)
     if target is not None:
-        if "device_map" not in kwargs:
+        if "device_map" not in kwargs and target.device.type != "meta":  # meta: the target's weights are offloaded
             draft = draft.to(target.device)
         from ..generation.pairing import check_pair
 
