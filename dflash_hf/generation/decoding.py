@@ -183,7 +183,7 @@ class DecodingLoop:
     def _commit(self, outputs: Any, logits: torch.Tensor, proposal: Proposal, is_round: bool) -> None:
         """Accept, append up to where a row stops, roll the caches back to what was kept, let stopped rows leave."""
         verdict, scores = self._accept(logits, proposal)
-        if verdict.order is not None:
+        if verdict.order is not None and self.sequences.keeps_scores:
             logits, scores = _in_order(logits, verdict.order), _in_order(scores, verdict.order)
         committed = verdict.to_host()
         if is_round and not self.runner.can_be_ragged:  # rows of a cache that keeps them level advance together
@@ -202,7 +202,7 @@ class DecodingLoop:
             taps = self.runner.taps(outputs)
             del outputs
             if verdict.order is not None:
-                taps = _in_order(taps, verdict.order)
+                taps = _in_order(taps, verdict.order[:, : max(counts)])
             self.runner.keep(counts, proposal.width, verdict.order)
             self.drafter.observe(taps[:, : max(counts)], counts)
         self._leave(still_running)
@@ -282,8 +282,9 @@ class DecodingLoop:
 
 
 def _in_order(states: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Positions of (B, W, n) in the order (B, W)."""
-    return states.gather(1, order[..., None].to(states.device).expand(-1, -1, states.shape[2]))
+    """Positions of (B, W, n) in the order (B, W or fewer)."""
+    rows = torch.arange(len(states), device=states.device)[:, None]
+    return states[rows, order.to(states.device)]
 
 
 __all__ = ["DecodingLoop", "decode"]

@@ -10,7 +10,7 @@ import torch
 from transformers.utils import logging
 
 from .processors import BlockProcessor, to_float32
-from .verification import sample
+from .verification import best_tokens, sample
 
 logger = logging.get_logger(__name__)
 
@@ -143,7 +143,7 @@ def choose_candidates(
 
 def _choose(scores: torch.Tensor, do_sample: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     if not do_sample:
-        return scores.argmax(dim=-1), None
+        return best_tokens(scores), None
     probs = to_float32(scores).softmax(dim=-1)
     # A draft may overflow, or its own vocabulary may have no token that the processors allow; any guess is lossless.
     probs = torch.where(probs.sum(dim=-1, keepdim=True).isfinite(), probs, 1.0 / probs.shape[-1])

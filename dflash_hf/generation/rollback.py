@@ -96,14 +96,14 @@ def realign(cache: Any, removed: torch.Tensor, width: int) -> None:
             layer.cumulative_length = width
 
 
-def reorder_last(cache: Any, order: torch.Tensor) -> None:
-    """Put the last W columns into `order` (B, W), so that a tree's kept path stands first among them."""
-    width = order.shape[1]
+def reorder_last(cache: Any, order: torch.Tensor, width: int) -> None:
+    """Let the columns `order` (B, n) of the last `width` stand first among those, such as a tree's kept path."""
     for layer in cache.layers:
         if has_columns(layer):
             index = order.to(layer.keys.device)
             for states in (layer.keys, layer.values):
-                states[:, :, -width:] = _take_columns(states[:, :, -width:], index)
+                written = states[:, :, -width:]
+                written[:, :, : index.shape[1]] = _take_columns(written, index)
 
 
 def _take_columns(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -68,6 +68,11 @@ class Sequences:
         """The last committed token of each row, (len(rows), 1)."""
         return torch.stack([self.buffer[row, self.lengths[row] - 1 : self.lengths[row]] for row in rows])
 
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether `record_scores` has anything to do."""
+        return self.scores is not None or self.logits is not None
+
     def record_scores(self, row: int, scores: torch.Tensor, logits: torch.Tensor) -> None:
         """Keep the processed scores and raw logits (n, V) of tokens about to be committed, where wanted."""
         if self.scores is not None:

@@ -136,7 +136,7 @@ class TargetRunner:
         `order` (B, W) says in which order they count: a tree's kept path first.
         """
         if order is not None:
-            reorder_last(self.cache, order)
+            reorder_last(self.cache, order[:, : max(counts)], width)
         if self.recurrent is not None:
             self.recurrent.keep(counts, width)
         most = max(counts)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .verification import Verdict, sample
+from .verification import Verdict, best_tokens, sample
 
 
 @dataclass
@@ -120,10 +120,7 @@ def walk(tree: Tree, scores: torch.Tensor, do_sample: bool) -> Verdict:
     of its own distribution. Only its own choices are kept, so the result is its own at every temperature.
     The verdict's `order` names the nodes of the kept path first.
     """
-    if do_sample:
-        choice = sample(scores.float().softmax(dim=-1))  # (B, W)
-    else:
-        choice = (scores.float() if scores.dtype == torch.float64 else scores).argmax(dim=-1)
+    choice = sample(scores.float().softmax(dim=-1)) if do_sample else best_tokens(scores)  # (B, W)
     matches = tree.tokens == choice.gather(1, tree.parents[:, 1:])
     matches = torch.cat([torch.ones_like(matches[:, :1]), matches], dim=1)  # (B, W)
     on_path = (matches[:, None, :] | ~tree.ancestors).all(dim=2)

@@ -34,13 +34,19 @@ class Verdict:
 
 
 def accept_greedy(candidates: torch.Tensor, scores: torch.Tensor) -> Verdict:
-    """Accept candidates (B, P) while they are the argmax of scores (B, P + 1, V).
-
-    The argmax is that of float32, as in `generate`: rounding float64 scores can create ties. Narrower types are exact.
-    """
-    tokens = (scores.float() if scores.dtype == torch.float64 else scores).argmax(dim=-1)  # (B, P + 1)
+    """Accept candidates (B, P) while they are the argmax of scores (B, P + 1, V)."""
+    tokens = best_tokens(scores)  # (B, P + 1)
     accepted = (candidates == tokens[:, :-1]).cumprod(dim=1).sum(dim=1)
     return Verdict(tokens, accepted)
+
+
+def best_tokens(scores: torch.Tensor) -> torch.Tensor:
+    """The token that greedy `generate` takes at each position of (..., V) scores: the first of the best.
+
+    It compares in float32: rounding float64 scores can create ties. Narrower types are exact. `max` finds the same
+    index as `argmax`, three times as fast on a CPU.
+    """
+    return (scores.float() if scores.dtype == torch.float64 else scores).max(dim=-1).indices
 
 
 def accept_sampled(candidates: torch.Tensor, draft_probs: torch.Tensor | None, scores: torch.Tensor) -> Verdict:
@@ -105,4 +111,12 @@ def sample(probs: torch.Tensor) -> torch.Tensor:
     return torch.multinomial(probs.reshape(-1, probs.shape[-1]), 1).view(probs.shape[:-1])
 
 
-__all__ = ["Verdict", "accept_greedy", "accept_sampled", "accept_stepwise", "residual_distribution", "sample"]
+__all__ = [
+    "Verdict",
+    "accept_greedy",
+    "accept_sampled",
+    "accept_stepwise",
+    "best_tokens",
+    "residual_distribution",
+    "sample",
+]
