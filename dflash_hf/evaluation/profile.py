@@ -187,8 +187,8 @@ def report(profile: Profile) -> list[str]:
         *bars,
         "",
         f"Outside the forward passes: {profile.overhead:.1%} of the round.",
-        f"Plain generate takes {ms(profile.plain_step)} ms a token; its bare forward {ms(profile.bare_step)} ms, and one "
-        f"of {width} tokens {ms(profile.bare_verification)} ms.",
+        f"Plain generate takes {ms(profile.plain_step)} ms a token; its bare forward {ms(profile.bare_step)} ms, and "
+        f"one of {width} tokens {ms(profile.bare_verification)} ms.",
         f"Best possible speed-up: {profile.acceptance_length:.2f} x {ms(profile.plain_step)} / "
         f"({ms(parts['draft forward'])} + {ms(parts['head'])} + {ms(profile.bare_verification)}) = "
         f"{profile.best_speedup:.2f}; measured {profile.speedup:.2f}, "
