@@ -1,0 +1,283 @@
+"""Adaptive width: each round verifies what pays, drafting pauses where nothing does, and no clock where runs repeat.
+
+Shapes: B batch, K block, V vocabulary, N new tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from comparing import assert_same_text, generate_both, shared_target
+from dflash_hf.generation import policy as policy_module
+from dflash_hf.generation.policy import LONGEST_PAUSE, USUAL_COSTS, WidthPolicy, chain_chances
+from dflash_hf.generation.target_runner import TargetRunner
+from helpers import greedy, left_padded, random_prompt, tiny_draft
+from oracle import oracle_draft
+from test_generate_sampling import exact_distribution, p_value, sampled, tiny_pair
+
+FREE = (0.0, 0.0)
+
+
+def automatic(draft: Any, mode: str, costs: tuple[float, float] | None = None) -> Any:
+    """The draft, set to choose its width in each round."""
+    if mode == "chain":
+        draft.generation_config.num_assistant_tokens_schedule = "auto"
+    else:
+        draft.generation_config.draft_tree_budget = "auto"
+    draft.generation_config.draft_costs = costs
+    return draft
+
+
+# --- the policy, alone -----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200)
+@given(
+    chances=st.lists(st.floats(0, 1), min_size=1, max_size=12).map(lambda values: sorted(values, reverse=True)),
+    step_cost=st.floats(0, 1),
+)
+def test_width_is_the_best_of_all_widths(chances: list[float], step_cost: float) -> None:
+    """Tokens expected per unit of time, width by width; the block is drafted already, so its cost plays no part."""
+    rates = [(1 + sum(chances[:width])) / (1 + step_cost * width) for width in range(len(chances) + 1)]
+    chosen = WidthPolicy((0.25, step_cost)).choose(chances)
+    assert rates[chosen] == pytest.approx(max(rates))
+
+
+def test_width_has_its_closed_form() -> None:
+    """Chances p^k with p = 1/2 and a position's cost c: one more pays while p^k (1 + c (k - 1)) > c (2 - p^(k-1))."""
+    chances = [0.5**k for k in range(1, 9)]
+    for cost in (0.01, 0.05, 0.1, 0.2, 0.4):
+        width = 0
+        for k in range(1, 9):
+            if 0.5**k * (1 + cost * (k - 1)) > cost * (2 - 0.5 ** (k - 1)):
+                width = k
+        assert WidthPolicy((0.0, cost)).choose(chances) == width > 0
+    assert WidthPolicy((0.0, 0.6)).choose(chances) == 0
+    assert WidthPolicy(FREE).choose(chances) == 8
+
+
+def test_useless_draft_is_asked_ever_more_rarely() -> None:
+    policy = WidthPolicy(USUAL_COSTS)
+    gaps, gap = [], 0
+    for _ in range(400):
+        if policy.wants_draft():
+            gaps.append(gap)
+            gap = 0
+            assert policy.choose([0.0] * 7) == 0
+            policy.learn([], 0.0, 1)
+        else:
+            gap += 1
+            policy.learn([], 0.0, 1)
+    assert gaps[:8] == [0, 4, 8, 16, 32, 64, 64, 64]
+    assert LONGEST_PAUSE == 64
+
+
+def rounds_drafted(policy: WidthPolicy, chances: list[float], accepted: Any, rounds: int) -> list[bool]:
+    """Play rounds in which `accepted(width)` candidates stand."""
+    drafted = []
+    for _ in range(rounds):
+        width = policy.choose(chances) if policy.wants_draft() else 0
+        drafted.append(policy.was_drafted)
+        policy.learn(chances[:width], accepted(width), width + 1)
+    return drafted
+
+
+def test_boastful_draft_is_found_out_and_an_honest_one_comes_back() -> None:
+    policy = WidthPolicy(USUAL_COSTS)
+    boast = rounds_drafted(policy, [0.9] * 7, lambda width: 0, 300)
+    assert all(boast[:3])
+    assert sum(boast[100:]) < 8
+    recovered = rounds_drafted(policy, [0.9] * 7, lambda width: width, 2 * LONGEST_PAUSE)
+    assert sum(recovered[LONGEST_PAUSE + 1 :]) > LONGEST_PAUSE // 2
+    assert all(rounds_drafted(policy, [0.9] * 7, lambda width: width, 20))
+
+
+class FakeClock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def perf_counter(self) -> float:
+        """Now."""
+        return self.time
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClock]:
+    fake = FakeClock()
+    monkeypatch.setattr(policy_module, "time", fake)
+    yield fake
+
+
+@pytest.mark.parametrize(("one", "step", "draft"), [(1.0, 0.3, 0.1), (0.02, 0.0002, 0.004), (1.0, 0.02, 0.9)])
+def test_costs_are_those_that_the_clock_shows(clock: FakeClock, one: float, step: float, draft: float) -> None:
+    """A verification of width w takes `one + step * (w - 1)` seconds; the widths vary, so there is a line to find."""
+    policy = WidthPolicy()
+    for round_number in range(60):
+        policy.wants_draft()
+        policy.pause = 0
+        clock.time += draft
+        policy.choose([0.5] * 15)
+        width = 1 + round_number * 7 % 16
+        clock.time += one + step * (width - 1)
+        policy.learn([0.5] * (width - 1), (width - 1) / 2, width)
+    measured_draft, measured_step = policy._costs()
+    assert measured_draft == pytest.approx(draft / one, rel=0.01)
+    assert measured_step == pytest.approx(step / one, rel=0.01)
+
+
+@pytest.mark.parametrize("step", [0.001, 0.5])
+def test_measured_widths_follow_the_cost(clock: FakeClock, step: float) -> None:
+    """Where a position is nearly free all are verified; where it costs half a forward, only those that are likely.
+
+    The draft always says the same, so the policy must try other widths by itself to learn what a position costs.
+    """
+    policy = WidthPolicy()
+    chances = [0.8**k for k in range(1, 16)]
+    widths = []
+    for _ in range(80):
+        width = 0
+        if policy.wants_draft():
+            clock.time += 0.01
+            width = policy.choose(chances)
+            widths.append(width)
+        clock.time += 1 + step * width
+        policy.learn(chances[:width], sum(chances[:width]), width + 1)
+    rates = [(1 + sum(chances[:width])) / (1 + step * width) for width in range(16)]
+    assert len(widths) > 10
+    late = [rates[width] for width in widths[20:]]
+    assert sorted(late)[len(late) // 2] > 0.99 * max(rates)
+    assert sum(late) / len(late) > 0.97 * max(rates)
+
+
+def test_drafting_that_cannot_pay_is_given_up_by_the_clock(clock: FakeClock) -> None:
+    """Half a forward for each position, and every other candidate wrong: no width is as fast as none."""
+    policy = WidthPolicy()
+    tokens, start = 0.0, clock.time
+    for _ in range(300):
+        width = 0
+        if policy.wants_draft():
+            clock.time += 0.01
+            width = policy.choose([0.5**k for k in range(1, 16)])
+        clock.time += 1 + 0.5 * width
+        accepted = sum(0.5**k for k in range(1, width + 1))
+        tokens += 1 + accepted
+        policy.learn([0.5**k for k in range(1, width + 1)], accepted, width + 1)
+    assert tokens / (clock.time - start) > 0.98  # of the target alone, which makes one a second
+
+
+def test_chances_of_a_chain_are_products_of_the_largest_probabilities() -> None:
+    scores = torch.tensor([[[0.7, 0.2, 0.1], [0.1, 0.5, 0.4]], [[0.3, 0.3, 0.4], [0.9, 0.05, 0.05]]]).log()
+    assert chain_chances(scores) == pytest.approx([(0.7 + 0.4) / 2, (0.7 * 0.5 + 0.4 * 0.9) / 2])
+
+
+# --- generation ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("costs", [None, USUAL_COSTS, FREE, (0.0, 0.4)], ids=str)
+@pytest.mark.parametrize("mode", ["chain", "tree"])
+def test_text_is_the_targets_own_at_any_cost(mode: str, costs: tuple[float, float] | None) -> None:
+    target = shared_target()
+    prompt = random_prompt(9)
+    for depth in (0, 3):
+        draft = automatic(oracle_draft(target, prompt, 30, depth, block_size=6), mode, costs)
+        assert_same_text(target, draft, prompt, 30)
+    inputs = left_padded([random_prompt(length, seed=length)[0] for length in (3, 9, 6)])
+    mask = inputs["attention_mask"]
+    draft = automatic(oracle_draft(target, inputs["input_ids"], 30, [0, 3, 2], attention_mask=mask), mode, costs)
+    output = target.generate(**inputs, assistant_model=draft, max_new_tokens=30, do_sample=False)
+    for row, padding in zip(output, (6, 0, 3), strict=True):
+        alone = greedy(target, row[padding:9][None], 30)[0]
+        assert row[padding:].tolist() == alone.tolist()
+
+
+def widths_of(target: Any, draft: Any, prompt: torch.Tensor, monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> Any:
+    """The width of every verification, and the output."""
+    widths: list[int] = []
+    original = TargetRunner.verify
+
+    def verify(runner: Any, block_ids: torch.Tensor, tree: Any = None) -> Any:
+        widths.append(block_ids.shape[1])
+        return original(runner, block_ids, tree)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TargetRunner, "verify", verify)
+        output, _ = generate_both(target, draft, prompt, 60, **kwargs)
+    return widths, output
+
+
+def test_good_draft_is_used_and_a_useless_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, prompt = shared_target(), random_prompt(9)
+    good = automatic(oracle_draft(target, prompt, 60, 5, block_size=6), "chain", USUAL_COSTS)
+    widths, output = widths_of(target, good, prompt, monkeypatch)
+    assert set(widths[:-1]) == {6}
+    assert set(output.acceptance_lengths[0][:-1]) == {6}
+    useless = automatic(oracle_draft(target, prompt, 60, 0, block_size=6), "chain", USUAL_COSTS)
+    widths, _ = widths_of(target, useless, prompt, monkeypatch)
+    assert widths.count(1) > 0.8 * len(widths)
+
+
+def no_clock() -> float:
+    raise AssertionError("the clock was read")
+
+
+@pytest.mark.parametrize("mode", ["chain", "tree"])
+@pytest.mark.parametrize("reason", ["sampling", "deterministic algorithms", "draft_costs", None])
+def test_clock_is_not_read_where_a_run_is_to_repeat(
+    mode: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy_module, "time", SimpleNamespace(perf_counter=no_clock))
+    target, prompt = shared_target(), random_prompt(9)
+    draft = automatic(tiny_draft(target, block_size=6), mode, USUAL_COSTS if reason == "draft_costs" else None)
+    if reason == "deterministic algorithms":
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        if reason is None:
+            with pytest.raises(AssertionError, match="the clock was read"):
+                widths_of(target, draft, prompt, monkeypatch)
+            continue
+        widths, output = widths_of(target, draft, prompt, monkeypatch, do_sample=reason == "sampling")
+        runs.append((widths, output.sequences.tolist(), output.acceptance_lengths))
+    assert reason is None or runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("mode", ["chain", "tree"])
+def test_sampled_text_has_the_targets_distribution(mode: str) -> None:
+    """The width depends on the draft's distributions and on earlier rounds, never on what was drawn in this one."""
+    target, draft = tiny_pair("near")
+    expected = exact_distribution(target, top_k=0)
+    ids, lengths = sampled(target, automatic(draft, mode, (0.0, 0.25)), 600, 1, top_k=0)
+    assert p_value(ids, expected) > 1e-3
+    assert {1, 2} <= {count for row in lengths for count in row}
+    ids, _ = sampled(target, automatic(draft, mode), 2500, 250, top_k=0)
+    assert p_value(ids, expected) > 1e-3
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "many", [16]])
+def test_wrong_tree_budget_is_refused(value: Any) -> None:
+    target = shared_target()
+    draft = tiny_draft(target)
+    draft.generation_config.draft_tree_budget = value
+    with pytest.raises(ValueError, match=r"`draft_tree_budget` must be a number of nodes.*16 to 64"):
+        target.generate(random_prompt(4), assistant_model=draft, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("value", [0.25, (0.25,), (0.1, 0.2, 0.3), (-0.1, 0.2), ("cheap", 0.2), (0.1, float("nan"))])
+def test_wrong_costs_are_refused(value: Any) -> None:
+    target = shared_target()
+    draft = automatic(tiny_draft(target), "chain", value)
+    with pytest.raises(ValueError, match="`draft_costs` must be two numbers"):
+        target.generate(random_prompt(4), assistant_model=draft, max_new_tokens=4)
