@@ -35,7 +35,7 @@ QUESTIONS = [
     "What is photosynthesis?",
     "Why do we sleep?",
 ]
-FORMATS = ("zlab", "speculators", "native")
+FORMATS = ("zlab", "speculators")  # on the CPU vLLM 0.32 starts a native draft, but with other taps than its own
 NEAR_TIE = 0.25  # of logits around 20, where bf16 steps by 0.125
 
 
