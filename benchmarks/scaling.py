@@ -3,8 +3,8 @@
     python benchmarks/scaling.py --output benchmarks/results/scaling
 
 For every point, plain `generate` and the draft take turns on the same random prompts, with the end of sequence
-switched off so that lengths agree. Reported are the share of decoding outside both models' forwards, the speed-up, and the
-peak memory above plain `generate`'s. Writes `scaling.json` and `scaling.md`.
+switched off so that lengths agree. Reported are the share of decoding outside both models' forwards, the speed-up, and
+the peak memory above plain `generate`'s. Writes `scaling.json` and `scaling.md`.
 """
 
 from __future__ import annotations
