@@ -144,6 +144,7 @@ def test_bad_data_is_one_line_and_exit_two(
         (["--num_anchors", "0"], "`num_anchors` must be at least 1, got 0"),
         (["--draft_init", "magic"], "`draft_init` must be target_layers or random, got 'magic'"),
         (["--max_length", "1"], "`max_length` must be at least 2, got 1"),
+        (["--shard_target", "--state_cache", "c"], "`shard_target` is true and `state_cache` is 'c'"),
         (["--mask_token_id", "5"], "`mask_token_id` 5 is the token 'w5', which the tokenizer uses"),
         (["--mask_token_id", "64"], "the target's table has 64 rows"),
     ],

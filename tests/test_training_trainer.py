@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import AutoModel, TrainerCallback
 
-from dflash_hf.training import losses
+from dflash_hf.training import losses, state_cache
 from dflash_hf.training.blocks import IGNORED, batch_anchors, make_blocks
 from dflash_hf.training.sequences import SequenceCollator
 from dflash_hf.training.state_cache import StateCache
@@ -201,6 +202,33 @@ def test_cached_states_belong_to_their_tokens_and_target(tmp_path: Path, qwen3: 
     StateCache(folder, FrozenTarget(tiny_target("qwen3", seed=9), [0, 2]), rows)
     StateCache(folder, target, rows.map(lambda row: {"input_ids": [*row["input_ids"][:-1], 7]}))
     assert len(set(folder.iterdir())) == 4
+
+
+def test_processes_share_the_work_of_a_cache(tmp_path: Path, qwen3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_cache, "SEQUENCES_PER_FILE", 1)
+    monkeypatch.setattr(state_cache, "POLL_SECONDS", 0.01)
+    rows, target = answers_of(qwen3, 4), FrozenTarget(qwen3, [0, 2])
+    written: list[tuple[str, str]] = []
+    write = StateCache._write
+
+    def spy(cache: StateCache, path: Path, sequences: Any) -> None:
+        written.append((threading.current_thread().name, path.name))
+        write(cache, path, sequences)
+
+    monkeypatch.setattr(StateCache, "_write", spy)
+    caches: dict[int, StateCache] = {}
+
+    def fill(process: int) -> None:
+        caches[process] = StateCache(tmp_path, target, rows, share=(process, 2))
+
+    threads = [threading.Thread(target=fill, args=(process,), name=str(process)) for process in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(name for name, _ in written) == ["0", "0", "1", "1"]
+    assert len({path for _, path in written}) == 4
+    assert torch.equal(caches[0].batch([0, 3], 30), StateCache(tmp_path, target, rows).batch([0, 3], 30))
 
 
 def test_a_head_over_the_tokens_in_use_gives_their_gradient(tmp_path: Path, qwen3: Any) -> None:

@@ -54,3 +54,8 @@ class RunArguments:
                 raise ValueError(f"`{name}` must be at least 1, got {getattr(self, name)}.")
         if self.max_length < 2:
             raise ValueError(f"`max_length` must be at least 2, got {self.max_length}.")
+        if self.shard_target and self.state_cache is not None:
+            raise ValueError(
+                f"`shard_target` is true and `state_cache` is {self.state_cache!r}; a sharded target runs in all "
+                "processes at once, while each fills its own part of a cache: leave one of them out."
+            )

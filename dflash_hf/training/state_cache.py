@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 SEQUENCES_PER_FILE = 256
 TOKENS_PER_FORWARD = 4096
+POLL_SECONDS = 0.5
 
 
 class StateCache:
@@ -35,9 +37,18 @@ class StateCache:
         target: Computes what is not there yet.
         sequences: Rows with `input_ids` and `sequence`.
         with_head_inputs: Whether to keep the inputs of the target's head, too (for distillation).
+        share: Number of this process and of all processes of this machine: each makes its share of the files and waits
+            for the others' to appear.
     """
 
-    def __init__(self, folder: str | Path, target: FrozenTarget, sequences: Dataset, with_head_inputs: bool = False):
+    def __init__(
+        self,
+        folder: str | Path,
+        target: FrozenTarget,
+        sequences: Dataset,
+        with_head_inputs: bool = False,
+        share: tuple[int, int] = (0, 1),
+    ):
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.target = target
@@ -45,7 +56,7 @@ class StateCache:
         self.width = target.hidden_size * (len(target.target_layer_ids) + with_head_inputs)
         self.places: dict[int, tuple[Path, int, int]] = {}  # sequence -> file, first token, end
         self.maps: dict[Path, np.ndarray] = {}
-        self._fill(sequences)
+        self._fill(sequences, *share)
 
     def batch(self, sequences: Sequence[int], length: int) -> torch.Tensor:
         """States of these sequences, zeros behind their ends, (B, length, L * H)."""
@@ -62,20 +73,25 @@ class StateCache:
     def _row_bytes(self) -> int:
         return self.width * self.target.dtype.itemsize
 
-    def _fill(self, sequences: Dataset) -> None:
+    def _fill(self, sequences: Dataset, process: int, processes: int) -> None:
         from tqdm.auto import tqdm
 
         digest = _target_digest(self.target, self.with_head_inputs)
         starts = range(0, len(sequences), SEQUENCES_PER_FILE)
-        for start in tqdm(starts, desc="target states", unit="file", disable=len(starts) < 2):
+        paths: list[Path] = []
+        bar = tqdm(starts, desc="target states", unit="file", disable=len(starts) < 2 or process > 0)
+        for number, start in enumerate(bar):
             rows = sequences[start : start + SEQUENCES_PER_FILE]
             path = self.folder / f"{_file_digest(digest, rows['input_ids'])}.states"
-            if not path.is_file():
+            paths.append(path)
+            if number % processes == process and not path.is_file():
                 self._write(path, rows["input_ids"])
             end = 0
             for sequence, token_ids in zip(rows["sequence"], rows["input_ids"], strict=True):
                 self.places[sequence] = path, end, end + len(token_ids)
                 end += len(token_ids)
+        while not all(path.is_file() for path in paths):  # no barrier: it would run into its timeout
+            time.sleep(POLL_SECONDS)
 
     def _write(self, path: Path, sequences: Sequence[Sequence[int]]) -> None:
         aside = path.with_name(f".{path.name}.{os.getpid()}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,8 +129,9 @@ def build_trainer(run_args: RunArguments, training_args: DFlashTrainingArguments
         print(f"training over {len(token_ids)} of {text.vocab_size} tokens", file=sys.stderr)
     collators = [SequenceCollator(), SequenceCollator()]
     if run_args.state_cache is not None:
+        share = training_args.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         collators = [
-            SequenceCollator(StateCache(run_args.state_cache, target, part, training_args.loss == "kl"))
+            SequenceCollator(StateCache(run_args.state_cache, target, part, training_args.loss == "kl", share))
             for part in (train, evaluation)
         ]
     return DFlashTrainer(
