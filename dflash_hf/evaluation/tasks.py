@@ -168,6 +168,7 @@ def load_samples(name: str, max_samples: int | None = None) -> list[Sample]:
     Raises:
         ValueError: If the rows cannot be reached or lack what the prompt is made of.
     """
+    turns: Callable[[dict[str, Any]], list[str]]
     if name.startswith(LOCAL):
         rows, turns, count = local_rows(Path(name[len(LOCAL) :])), local_turns, None
         order = list(range(len(rows)))

@@ -78,12 +78,12 @@ def loops_watched(draft: Any, watch: Callable[[DecodingLoop], AbstractContextMan
     """Let every generation with this draft run inside `watch(its loop)`; undone at the end."""
 
     def decode(target: Any, input_ids: torch.Tensor, **kwargs: Any) -> Any:
-        names = ("logits_processor", "stopping_criteria", "generation_config")
-        options = [kwargs.pop(name) for name in names]
+        processors, criteria = kwargs.pop("logits_processor"), kwargs.pop("stopping_criteria")
+        config = kwargs.pop("generation_config")
         streamer, synced_gpus = kwargs.pop("streamer", None), kwargs.pop("synced_gpus", False)
         for unused in ("inputs_tensor", "tokenizer", "assistant_tokenizer"):
             kwargs.pop(unused, None)
-        loop = DecodingLoop(target, draft, input_ids, *options, kwargs)
+        loop = DecodingLoop(target, draft, input_ids, processors, criteria, config, kwargs)
         with watch(loop):
             return loop.run(streamer, synced_gpus)
 
