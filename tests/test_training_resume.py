@@ -58,6 +58,7 @@ RUN = {
 }
 
 
+@pytest.mark.slow
 def test_kill_in_mid_step_and_restart_give_the_uninterrupted_run(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     expected = result_of(whole, start(whole, **RUN))
