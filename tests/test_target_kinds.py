@@ -154,20 +154,22 @@ def test_draft_with_parts_of_its_own_in_another_dtype(prompt: torch.Tensor, part
     assert_generates_its_own_tokens(target, draft, prompt)
 
 
-def test_half_precision_draft_of_a_target_with_large_states_is_warned_about(
-    prompt: torch.Tensor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("overflows", [False, True], ids=["large target", "large draft"])
+def test_draft_that_overflows_half_precision_is_warned_about(
+    prompt: torch.Tensor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, overflows: bool
 ) -> None:
+    """Large states of the target are scaled to fit; a draft whose own do not fit says so, and stays lossless."""
     target = tiny_target("qwen3", dtype=torch.float32)
-    with torch.no_grad():
-        target.model.layers[0].mlp.down_proj.weight.mul_(1e8)
     draft = tiny_draft(target, dtype=torch.float16)
+    with torch.no_grad():
+        (draft if overflows else target.model).layers[0].mlp.down_proj.weight.mul_(2e4 if overflows else 1e8)
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     monkeypatch.setattr(drafting.logger, "propagate", True)
     drafting.logger.warning_once.cache_clear()  # another test's draft may have overflowed, too
     assert_generates_its_own_tokens(target, draft, prompt)
     target.generate(prompt, assistant_model=draft, max_new_tokens=4, do_sample=True)
-    assert "float16" in caplog.text
-    assert "bfloat16" in caplog.text
+    assert ("overflowed float16" in caplog.text) == overflows
+    assert ("torch.bfloat16" in caplog.text) == overflows
 
 
 # ---------------------------------------------------------------- placement
