@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from dflash_hf.evaluation import environment, tasks
 from dflash_hf.evaluation.methods import knobs_set
@@ -79,21 +80,17 @@ class Bench:
         longest = max(map(len, rows))
         ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=self.target.device)
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=self.target.device)
-        options = {
-            "max_new_tokens": self.args.new_tokens,
-            "do_sample": False,
-            "eos_token_id": None,
-            "pad_token_id": 0,
-            "return_dict_in_generate": True,
+        config = GenerationConfig(
+            max_new_tokens=self.args.new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
             **method.generate,
-        }
-        if method.draft is not None:
-            options["assistant_model"] = method.draft
-        config = copy.deepcopy(self.target.generation_config)
-        config.eos_token_id = None
+        )
+        drafting = {} if method.draft is None else {"assistant_model": method.draft}
         with knobs_set(getattr(method.draft, "generation_config", config), method.knobs):
             start = self._now()
-            output = self.target.generate(ids, attention_mask=mask, generation_config=config, **options)
+            output = self.target.generate(ids, attention_mask=mask, generation_config=config, **drafting)
             seconds = self._now() - start
         assert output.sequences.shape[1] == longest + self.args.new_tokens
         return seconds, getattr(output, "acceptance_lengths", None) or []
