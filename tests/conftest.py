@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from typing import Any, NamedTuple
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # read at import; tests fork and start processes
+# Read at import; tests fork and start processes, and two test processes must not share the code they load.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="dflash-hf-modules-")
 
 import pytest
 import torch
