@@ -93,6 +93,32 @@ def test_batch_in_a_buffer_whose_rows_end_at_different_times() -> None:
         assert row == tokens + [0] * (len(row) - len(tokens))
 
 
+@pytest.mark.parametrize("place", [5, 7, 8])
+def test_row_may_end_inside_a_block_while_others_go_on(place: int) -> None:
+    """The rows of such a buffer stay level, so the row that stops short must not pull the others back."""
+    target, prompts = shared_target(), random_prompt(PROMPT, batch_size=2)
+    alone = greedy(target, prompts, 20)
+    draft = oracle_draft(target, prompts, 20, 2)
+    end = int(alone[0, PROMPT + place])
+    expected = greedy(target, prompts, 20, eos_token_id=end)
+    output = static(target, draft, prompts, 20, eos_token_id=end)
+    assert output.sequences.tolist() == expected.tolist()
+
+
+def test_callers_own_buffer_has_all_rows_for_the_next_call() -> None:
+    """A row that ended has left the buffer on the way; reset and used again, it must hold the batch."""
+    target, prompts = shared_target(), random_prompt(PROMPT, batch_size=2)
+    end = int(greedy(target, prompts, 20)[0, PROMPT + 5])
+    expected = greedy(target, prompts, 20, eos_token_id=end)
+    cache = StaticCache(config=target.config, max_cache_len=PROMPT + 20)
+    options = {"cache_implementation": None, CACHE_KEY: cache, "eos_token_id": end}
+    draft = oracle_draft(target, prompts, 20, 2)
+    for _ in range(2):
+        assert static(target, draft, prompts, 20, **options).sequences.tolist() == expected.tolist()
+        assert cache.layers[0].keys.shape[0] == 2
+        cache.reset()
+
+
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_static_sliding_window_goes_without_the_draft(
     family: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -203,7 +203,9 @@ class DecodingLoop:
             del outputs
             if verdict.order is not None:
                 taps = _in_order(taps, verdict.order[:, : max(counts)])
-            self.runner.keep(counts, proposal.width, verdict.order)
+            # A row that stops short leaves; where rows cannot be ragged, the cache keeps it level with the others.
+            kept = counts if self.runner.can_be_ragged else [max(counts)] * len(counts)
+            self.runner.keep(kept, proposal.width, verdict.order)
             self.drafter.observe(taps[:, : max(counts)], counts)
         self._leave(still_running)
 

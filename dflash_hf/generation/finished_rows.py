@@ -2,18 +2,52 @@
 
 While a batch is generated, finished rows leave the cache and the others are packed to the right. A caller who asked
 for the cache, or lent one, gets every row back, each token in the column where plain `generate` has it. Columns behind
-a row's end, where plain `generate` stores what it makes of padding, are zeros: the mask of a next turn hides them.
+a row's end, where plain `generate` stores what it makes of padding, are zeros: the mask of a next turn hides them. For
+the same reason a row's recurrent states are those behind its own last token. Static layers keep every row level and
+every column in place, so their rows are stored whole.
 
 Shapes: B batch, G key/value heads, T cached columns, D head size.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import StaticLayer
 
-RowStates = list[tuple[torch.Tensor, torch.Tensor]]  # per layer, keys and values (G, n, D) of a row's last n tokens
+from .rollback import LINEAR, REALIGNABLE, has_columns
+
+STATES = ("conv_states", "recurrent_states")
+
+
+@dataclass
+class LayerRow:
+    """What a row has in one cache layer.
+
+    Attributes:
+        columns: Keys and values, (G, n, D) each, of its last n tokens; all columns of a static layer, `None` where
+            the layer has none.
+        states: By the names in `STATES`, the states of a recurrent layer by their number there.
+    """
+
+    columns: tuple[torch.Tensor, torch.Tensor] | None
+    states: dict[str, dict[int, torch.Tensor]]
+
+    @classmethod
+    def of(cls, layer: Any, index: int, count: int) -> "LayerRow":
+        """A copy of row `index`, which has `count` tokens."""
+        columns = None
+        if has_columns(layer):
+            first = 0 if isinstance(layer, StaticLayer) else -count
+            columns = (layer.keys[index, :, first:].clone(), layer.values[index, :, first:].clone())
+        if not isinstance(layer, LINEAR):
+            return cls(columns, {})
+        states = {
+            name: {key: state[index].clone() for key, state in getattr(layer, name).items() if state is not None}
+            for name in STATES
+        }
+        return cls(columns, states)
 
 
 class FinishedRows:
@@ -26,13 +60,13 @@ class FinishedRows:
     def __init__(self, padding: Sequence[int]):
         self.padding = list(padding)
         self.counts = [0] * len(self.padding)  # tokens of each stored row
-        self.states: dict[int, RowStates] = {}
+        self.states: dict[int, list[LayerRow]] = {}
         self.rows = list(range(len(self.padding)))  # of the batch, in the order of the cache
 
     @staticmethod
     def can_store(cache: Any) -> bool:
-        """Whether every layer keeps plain keys and values; recurrent states of ended rows are not given back."""
-        return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+        """Whether the rows of every layer of this cache can be told apart."""
+        return all(type(layer) in REALIGNABLE or type(layer) is StaticLayer for layer in cache.layers)
 
     def select_rows(self, cache: Any, staying: Sequence[int], counts: Sequence[int]) -> None:
         """Store the rows that leave, before they do. `counts`: tokens that each row has in the cache."""
@@ -47,20 +81,28 @@ class FinishedRows:
             self._store(cache, index, count)
         width = max(padding + count for padding, count in zip(self.padding, self.counts, strict=True))
         for number, layer in enumerate(cache.layers):
-            window = getattr(layer, "sliding_window", None)
-            kept = width if window is None else min(width, window - 1)
-            batch = [self.states[row][number] for row in range(len(self.padding))]
-            layer.keys = self._placed([keys for keys, _ in batch], width, kept)
-            layer.values = self._placed([values for _, values in batch], width, kept)
-            if window is not None:
-                layer.cumulative_length = width
+            rows = [self.states[row][number] for row in range(len(self.padding))]
+            if has_columns(layer):
+                self._restore_columns(layer, [row.columns for row in rows if row.columns is not None], width)
+            for name in rows[0].states:
+                for key in rows[0].states[name]:
+                    getattr(layer, name)[key] = torch.stack([row.states[name][key] for row in rows])
+
+    def _restore_columns(self, layer: Any, rows: Sequence[tuple[torch.Tensor, torch.Tensor]], width: int) -> None:
+        keys, values = zip(*rows, strict=True)
+        if isinstance(layer, StaticLayer):
+            layer.keys, layer.values = torch.stack(keys), torch.stack(values)
+            return
+        window = getattr(layer, "sliding_window", None)
+        kept = width if window is None else min(width, window - 1)
+        layer.keys, layer.values = self._placed(keys, width, kept), self._placed(values, width, kept)
+        if window is not None:
+            layer.cumulative_length = width
 
     def _store(self, cache: Any, index: int, count: int) -> None:
         row = self.rows[index]
         self.counts[row] = count
-        self.states[row] = [
-            (layer.keys[index, :, -count:].clone(), layer.values[index, :, -count:].clone()) for layer in cache.layers
-        ]
+        self.states[row] = [LayerRow.of(layer, index, count) for layer in cache.layers]
 
     def _placed(self, rows: Sequence[torch.Tensor], width: int, kept: int) -> torch.Tensor:
         """The last `kept` of `width` columns, (B, G, kept, D)."""

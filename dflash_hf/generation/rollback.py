@@ -13,7 +13,7 @@ import torch
 from transformers import cache_utils as cu
 
 LINEAR = cu.LinearAttentionCacheLayerMixin
-_REALIGNABLE = {
+REALIGNABLE = {
     getattr(cu, name)
     for name in (
         "DynamicLayer",
@@ -34,13 +34,13 @@ def has_columns(layer: Any) -> bool:
 
 def can_realign(cache: Any) -> bool:
     """Whether rows of this cache can keep different numbers of tokens."""
-    return all(type(layer) in _REALIGNABLE for layer in cache.layers)
+    return all(type(layer) in REALIGNABLE for layer in cache.layers)
 
 
 def why_not_croppable(cache: Any) -> str | None:
     """Why tokens cannot be taken back from this cache; `None` if they can."""
     for layer in cache.layers:
-        if type(layer) in _REALIGNABLE or type(layer) is cu.StaticLayer:
+        if type(layer) in REALIGNABLE or type(layer) is cu.StaticLayer:
             continue
         if isinstance(layer, LINEAR) and not isinstance(layer, cu.CacheLayerMixin):
             continue
@@ -132,6 +132,7 @@ class ColumnSnapshot:
 
 __all__ = [
     "LINEAR",
+    "REALIGNABLE",
     "ColumnSnapshot",
     "can_realign",
     "crop",
