@@ -28,7 +28,10 @@ from transformers.generation.streamers import BaseStreamer
 
 import dflash_hf.generation as generation
 from comparing import Recorder, assert_same_text, forwards_of, letter_tokenizer, shared_target
+from dflash_hf.checkpoints.loading import load_draft
 from dflash_hf.generation.drafting import Drafter
+from dflash_hf.modeling_dflash import Qwen3DFlashForDraft
+from dflash_hf.training.draft_setup import draft_config_for
 from helpers import VOCABULARY, greedy, left_padded, random_prompt, scramble, tiny_draft, tiny_target
 from oracle import OracleDraft, oracle_draft
 
@@ -287,11 +290,11 @@ def test_confidence_threshold_shortens_blocks():
     assert max(widths) <= 5 and min(widths[:-1]) >= 3  # anchor, two sharp ones, the first unsure one
 
 
-@pytest.mark.parametrize("value", [-0.1, 1.5])
+@pytest.mark.parametrize("value", [-0.1, 1.5, "high"])
 def test_confidence_threshold_out_of_range_is_refused(value):
     target, draft = shared_target(), tiny_draft(shared_target())
     draft.generation_config.assistant_confidence_threshold = value
-    with pytest.raises(ValueError, match=f"assistant_confidence_threshold.*from 0 to 1, got {value}"):
+    with pytest.raises(ValueError, match=f"assistant_confidence_threshold.*from 0 to 1, got {value!r}"):
         target.generate(random_prompt(9), assistant_model=draft, max_new_tokens=4)
 
 
@@ -693,6 +696,23 @@ def test_pipeline_takes_a_draft_whose_config_names_other_special_tokens():
     assisted = pipeline(
         "text-generation", model=target, tokenizer=tokenizer, assistant_model=draft, assistant_tokenizer=tokenizer
     )
+    with forwards_of(draft) as calls:
+        assert assisted("abcQ7", **options)[0]["generated_text"] == text
+    assert calls
+
+
+@pytest.mark.parametrize("made_by", ["training", "load_draft"])
+def test_pipeline_takes_a_draft_made_for_the_target_without_more_ado(made_by, tmp_path):
+    """A pipeline compares the special tokens of both configs, and asks for a tokenizer where they differ."""
+    target, tokenizer = tiny_target(eos_token_id=[3, 4]), letter_tokenizer()
+    if made_by == "training":
+        draft = Qwen3DFlashForDraft(draft_config_for(target.config, mask_token_id=63)).to(target.dtype)
+    else:
+        tiny_draft(target).save_pretrained(tmp_path)
+        draft = load_draft(tmp_path, target=target)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    text = pipeline("text-generation", model=target, tokenizer=tokenizer)("abcQ7", **options)[0]["generated_text"]
+    assisted = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=draft)
     with forwards_of(draft) as calls:
         assert assisted("abcQ7", **options)[0]["generated_text"] == text
     assert calls

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from ..modeling_dflash import Qwen3DFlashForDraft
 
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "endpoint")
+# A draft speaks its target's tokens. A text-generation pipeline compares these fields of both configs.
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def load_draft(
@@ -26,7 +28,7 @@ def load_draft(
     Args:
         name_or_path: Repository of the Hub, or folder with config.json and safetensors files.
         target: Model the draft is for. The pair is checked, and the draft takes the target's dtype and device unless
-            the arguments say otherwise.
+            the arguments say otherwise, and its special tokens.
         from_pretrained_kwargs: Arguments of `PreTrainedModel.from_pretrained`: `dtype` (default: as in the file),
             `device_map`, `attn_implementation`, `revision`, `token`, ...
 
@@ -57,4 +59,6 @@ def load_draft(
         from ..generation.pairing import check_pair
 
         check_pair(target, draft)
+        for name in SPECIAL_TOKENS:
+            setattr(draft.config, name, getattr(target.config.get_text_config(), name, None))
     return draft

@@ -60,8 +60,8 @@ def draft_config_for(
             "rope_parameters": rope_of(text) if "rope_parameters" not in fields else None,
             "final_logit_softcapping": getattr(text, "final_logit_softcapping", None),
             "tie_word_embeddings": False,
-            "bos_token_id": None,
-            "eos_token_id": None,
+            # A text-generation pipeline wants the assistant's to be the target's.
+            **{name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
             **fields,
         }
     )
