@@ -65,10 +65,11 @@ def test_context_length_of_the_call_goes_before_the_drafts_own(qwen3: Any, cache
     assert columns(made[0]) == [12 + BLOCK] * 2
 
 
-def test_context_length_below_one_is_refused(qwen3: Any) -> None:
+@pytest.mark.parametrize("value", [0, 1.5, "all"])
+def test_context_length_that_is_no_number_of_tokens_is_refused(qwen3: Any, value: Any) -> None:
     draft = tiny_draft(qwen3)
-    draft.generation_config.draft_context_length = 0
-    with pytest.raises(ValueError, match="`draft_context_length` must be at least 1 token, got 0"):
+    draft.generation_config.draft_context_length = value
+    with pytest.raises(ValueError, match=f"`draft_context_length` must be at least 1 token, got {value!r}"):
         qwen3.generate(random_prompt(5), assistant_model=draft, max_new_tokens=4)
 
 

@@ -65,18 +65,13 @@ def check_generation(target: Any, draft: Any, generation_config: Any, mode_kwarg
     """Refuse settings of a `generate` call that cannot be combined with a draft.
 
     Raises:
-        ValueError: For a knob out of range, `use_cache=False`, or a beam search.
+        ValueError: For a knob out of range, or `use_cache=False`.
     """
     DraftSettings.read(draft, generation_config)
     if generation_config.use_cache is False:
         raise ValueError(
             "`use_cache` is False but `assistant_model` is a draft, which verifies blocks against the target's "
             "cache; leave `use_cache` at True."
-        )
-    if generation_config.num_return_sequences > 1 and not generation_config.do_sample:
-        raise ValueError(
-            f"`num_return_sequences` is {generation_config.num_return_sequences} but `do_sample` is False, which "
-            "would return the same sequence each time; set `do_sample=True`."
         )
 
 

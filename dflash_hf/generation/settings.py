@@ -62,23 +62,25 @@ class DraftSettings:
         )
         if not isinstance(settings.num_proposals, int) or not 0 <= settings.num_proposals <= most:
             raise ValueError(
-                f"`num_assistant_tokens` is {settings.num_proposals} but the draft was trained with `block_size` "
+                f"`num_assistant_tokens` is {settings.num_proposals!r} but the draft was trained with `block_size` "
                 f"{draft.config.block_size}, which proposes at most {most} tokens; set it between 0 and {most}."
             )
-        if not 0.0 <= settings.confidence_threshold <= 1.0:
+        threshold = settings.confidence_threshold
+        if not isinstance(threshold, (int, float)) or not 0.0 <= threshold <= 1.0:
             raise ValueError(
-                "`assistant_confidence_threshold` must be a probability from 0 to 1, got "
-                f"{settings.confidence_threshold}; 0 never cuts a block."
+                f"`assistant_confidence_threshold` must be a probability from 0 to 1, got {threshold!r}; 0 never cuts "
+                "a block."
             )
         if not isinstance(settings.tree_budget, int) or settings.tree_budget < 0:
             raise ValueError(
                 f"`draft_tree_budget` must be a number of nodes, 0 for a chain, got {settings.tree_budget!r}; 16 to "
                 "64 suits most drafts."
             )
-        if settings.context_length is not None and settings.context_length < 1:
+        context_length = settings.context_length
+        if context_length is not None and (not isinstance(context_length, int) or context_length < 1):
             raise ValueError(
-                f"`draft_context_length` must be at least 1 token, got {settings.context_length}; leave it out to "
-                "keep the whole context."
+                f"`draft_context_length` must be at least 1 token, got {context_length!r}; leave it out to keep the "
+                "whole context."
             )
         if settings.costs is not None and not _are_costs(settings.costs):
             raise ValueError(
