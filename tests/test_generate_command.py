@@ -107,6 +107,13 @@ def test_a_target_without_its_draft_is_refused(pair: list[str], capsys: pytest.C
     assert "no --draft is named, and a draft fits one target only" in capsys.readouterr().err
 
 
+def test_empty_prompt_without_a_chat_template_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    target, draft = save_tiny_pair(tmp_path)
+    (Path(target) / "chat_template.jinja").unlink()
+    assert main(["generate", "", "--target", target, "--draft", draft, "--device", "cpu"]) == 2
+    assert "error: The prompt has 0 tokens, and the target continues at least 1" in capsys.readouterr().err
+
+
 def test_truncated_target_weights_are_refused_with_their_name(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     target, draft = save_tiny_pair(tmp_path)
     weights = Path(target) / "model.safetensors"

@@ -149,11 +149,13 @@ def encode_chat(
 
 
 def check_length(target: Any, prompt_length: int, max_new_tokens: int) -> None:
-    """Refuse a generation that the target has no positions for.
+    """Refuse a generation that has nothing to start from, or that the target has no positions for.
 
     Raises:
-        ValueError: If prompt and new tokens are together longer than the target's context.
+        ValueError: If there is no prompt, or prompt and new tokens are together longer than the target's context.
     """
+    if prompt_length < 1:
+        raise ValueError("The prompt has 0 tokens, and the target continues at least 1; write something to ask.")
     if max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens is {max_new_tokens}; it must be at least 1.")
     context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
