@@ -108,7 +108,8 @@ class SequenceCollator:
         """A padded batch.
 
         Returns:
-            `input_ids`, `attention_mask` (B, S); `lengths`, `prompt_lengths`, `sequences` (B,); `states` (B, S, L * H).
+            `input_ids`, `attention_mask` (B, S); `lengths`, `prompt_lengths`, `sequences` (B,); `states`
+            (B, S, L * H).
         """
         lengths = torch.tensor([len(feature["input_ids"]) for feature in features])
         input_ids = torch.zeros(len(features), int(lengths.max()), dtype=torch.long)
