@@ -16,7 +16,7 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -136,6 +136,7 @@ def _write_model_folder(gguf: Path, folder: Path) -> None:
     from transformers import __version__ as transformers_version
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    _set_special_tokens(tokenizer, gguf)
     read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = type(read.config)(**_plain_config(read.config.to_dict()))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -151,6 +152,18 @@ def _write_model_folder(gguf: Path, folder: Path) -> None:
         "files": {path.name: sha256_of(path) for path in sorted(folder.iterdir())},
     }
     (folder / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def _set_special_tokens(tokenizer: Any, gguf: Path) -> None:
+    """Name the special tokens by the ids in the file: converted, end and padding have been seen to come out wrong."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(str(gguf)).fields
+    for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
+        field = fields.get(f"tokenizer.ggml.{key}_token_id")
+        if field is not None:
+            token_id = int(field.parts[field.data[0]][0])
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(token_id))
 
 
 def _plain_config(fields: dict) -> dict:
