@@ -42,14 +42,7 @@ def build_parser(subcommands: dict[str, ModuleType]) -> argparse.ArgumentParser:
 
 def load_subcommands() -> dict[str, ModuleType]:
     """Import the modules of all sub-commands, in the order of the help page."""
-    found = {}
-    for name, module in SUBCOMMANDS.items():
-        try:
-            found[name] = importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if not module.startswith(error.name or "?"):
-                raise
-    return found
+    return {name: importlib.import_module(module) for name, module in SUBCOMMANDS.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
