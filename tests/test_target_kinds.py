@@ -216,16 +216,7 @@ def test_target_wrapped_by_peft(prompt: torch.Tensor) -> None:
     target = peft.get_peft_model(tiny_target("qwen3", dtype=torch.float32), adapter)
     plain = target.get_base_model()
     draft = oracle_draft(plain, prompt, NEW_TOKENS, depth=2)
-    expected = target.generate(input_ids=prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
-    output = target.generate(
-        input_ids=prompt,
-        assistant_model=draft,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        return_dict_in_generate=True,
-    )
-    assert torch.equal(output.sequences, expected)
-    assert max(output.acceptance_lengths[0]) == 3
+    assert max(assert_generates_its_own_tokens(target, draft, prompt)) == 3
 
 
 @pytest.fixture
