@@ -88,7 +88,7 @@ def test_best_possible_speedup_is_the_formula() -> None:
                 "verification forward": 3.0
             }  # fmt: skip
 
-    profile = Profile(Watch(), [3, 5], plain_step=2.0, bare_step=1.8, bare_verification=2.5, speedup=1.5)  # type: ignore[arg-type]
+    profile = Profile(Watch(), [3, 5], width=4, plain_step=2.0, bare_step=1.8, bare_verification=2.5, speedup=1.5)  # type: ignore[arg-type]
     assert profile.best_speedup == pytest.approx(4.0 * 2.0 / (1.0 + 0.5 + 2.5))
     assert profile.overhead == pytest.approx(0.5 / 5.0)
 

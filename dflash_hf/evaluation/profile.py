@@ -44,6 +44,7 @@ class Profile:
 
     stopwatch: Stopwatch
     acceptance_lengths: list[int]
+    width: int
     plain_step: float
     bare_step: float
     bare_verification: float
@@ -126,6 +127,7 @@ def measure(pair: Pair, prompt_ids: list[int], max_new_tokens: int) -> Profile:
     return Profile(
         stopwatch=stopwatch,
         acceptance_lengths=rounds,
+        width=width,
         plain_step=plain_step,
         bare_step=bare_forward(pair, prompt_ids, 1),
         bare_verification=bare_forward(pair, prompt_ids, width),
@@ -180,7 +182,7 @@ def report(profile: Profile) -> list[str]:
         f"  {name:<22} {1000 * seconds:8.2f} ms  {seconds / total:5.1%}  {'#' * round(50 * seconds / total)}"
         for name, seconds in parts.items()
     ]
-    width = profile.stopwatch.typical().width
+    width = profile.width
     return [
         f"A round takes {1000 * total:.1f} ms and commits {profile.acceptance_length:.2f} tokens "
         f"(medians and mean of {len(profile.acceptance_lengths)} rounds, {width} tokens verified in each):",
