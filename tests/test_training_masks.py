@@ -11,8 +11,9 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from dflash_hf.generation.drafting import Drafter
+from dflash_hf.training.attention import BLOCKWISE, blockwise_attention
 from dflash_hf.training.blocks import NO_ANCHOR, make_blocks
-from dflash_hf.training.masks import block_mask, dense_visibility, layer_rules, training_masks
+from dflash_hf.training.masks import block_mask, block_visibility, dense_visibility, layer_rules, training_masks
 from dflash_hf.training.target import FrozenTarget
 from helpers import random_prompt, tiny_draft
 
@@ -25,6 +26,7 @@ RULES: dict[str, dict[str, Any]] = {
     "sliding": SLIDING,
     "sliding_bidirectional": SLIDING | {"is_causal": False},
     "window_from_anchor": SLIDING | {"window_from_anchor": True},
+    "sinks": {"attention_sinks": True},
 }
 ANCHORS = torch.tensor([[1, 6, 8, 13], [3, 4, NO_ANCHOR, NO_ANCHOR]])
 CONTEXT = 15
@@ -118,7 +120,7 @@ def logits_of_drafting(draft: Any, taps: torch.Tensor, tokens: torch.Tensor, anc
     return drafter.block_logits(tokens[:, anchor : anchor + 1], draft.config.block_size)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", BLOCKWISE])
 def test_training_and_decoding_compute_the_same_logits(draft: Any, qwen3: Any, implementation: str) -> None:
     draft.set_attn_implementation(implementation)
     tolerance = 1e-4 if implementation == "eager" else 1e-9  # the eager softmax works in float32
@@ -148,6 +150,35 @@ def test_flex_attention_with_the_block_mask_is_sdpa_with_the_dense_one(draft: An
             warnings.simplefilter("ignore")  # that it was not compiled
             output = flex_attention(queries, keys, values, block_mask=block_mask(ANCHORS, CONTEXT, BLOCK, **rules))
         torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_blockwise_attention_and_its_gradient_are_those_of_a_softmax_over_the_dense_mask(
+    draft: Any, with_sinks: bool
+) -> None:
+    torch.manual_seed(0)
+    length = ANCHORS.shape[1] * BLOCK
+    queries = torch.randn(2, 4, length, 8, dtype=torch.float64, requires_grad=True)
+    keys, values = torch.randn(2, 2, 2, CONTEXT + length, 8, dtype=torch.float64).requires_grad_().unbind(0)
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    wanted = torch.randn(2, length, 4, 8, dtype=torch.float64)
+    inputs = (queries, keys, values, *([sinks] if with_sinks else []))
+    for layer_type in set(draft.config.layer_types):
+        rules = layer_rules(draft.config, layer_type)
+        dense = dense_visibility(ANCHORS, CONTEXT, BLOCK, **rules)[:, None]
+        scores = (queries @ keys.repeat_interleave(2, 1).mT * 0.3).masked_fill(~dense, -torch.inf)
+        sink = sinks.view(1, 4, 1, 1).expand(2, -1, length, 1)
+        weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1] if with_sinks else scores.softmax(-1)
+        expected = (weights @ values.repeat_interleave(2, 1)).transpose(1, 2)
+        seen = block_visibility(ANCHORS, CONTEXT, BLOCK, **rules)
+        output, _ = blockwise_attention(
+            draft, queries, keys, values, seen, scaling=0.3, s_aux=sinks if with_sinks else None
+        )
+        torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+        for own, theirs in zip(
+            torch.autograd.grad(output, inputs, wanted), torch.autograd.grad(expected, inputs, wanted), strict=True
+        ):
+            torch.testing.assert_close(own, theirs, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="flex attention trains on a GPU only")

@@ -37,7 +37,7 @@ class RunArguments:
     mask_token_id: int | None = field(default=None, metadata={"help": "default: a reserved row of the target's table"})
     sliding_window: int | None = field(default=None, metadata={"help": "window of every layer of a new draft"})
     attn_implementation: str | None = field(
-        default=None, metadata={"help": "default: flex_attention on GPU, else sdpa"}
+        default=None, metadata={"help": "default: flex_attention on a GPU, else blockwise; sdpa works, too"}
     )
     state_cache: str | None = field(
         default=None, metadata={"help": "folder for the target's states, made once and reused"}

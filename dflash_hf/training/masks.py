@@ -15,18 +15,24 @@ import torch
 
 from ..configuration_dflash import DFlashConfig
 from ..modeling_dflash import to_attention_mask, visible_keys
+from .attention import BLOCKWISE
 from .blocks import NO_ANCHOR
 
 
 def training_masks(
     config: DFlashConfig, anchors: torch.Tensor, context_length: int, implementation: str | None, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Masks of a draft's forward by layer type, from anchors (B, A): BlockMasks for flex attention, else dense."""
+    """Masks of a draft's forward by layer type, from anchors (B, A).
+
+    BlockMasks for flex attention, what is seen of context and own block for blockwise attention, else dense ones.
+    """
     masks = {}
     for layer_type in dict.fromkeys(config.layer_types):
         rules = layer_rules(config, layer_type)
         if implementation == "flex_attention":
             masks[layer_type] = block_mask(anchors, context_length, config.block_size, **rules)
+        elif implementation == BLOCKWISE:
+            masks[layer_type] = block_visibility(anchors, context_length, config.block_size, **rules)
         else:
             visible = dense_visibility(anchors, context_length, config.block_size, **rules)
             masks[layer_type] = to_attention_mask(visible, implementation, dtype)
@@ -42,6 +48,32 @@ def layer_rules(config: DFlashConfig, layer_type: str) -> dict[str, Any]:
     }
 
 
+def block_visibility(
+    anchors: torch.Tensor,
+    context_length: int,
+    block_size: int,
+    window: int | None,
+    is_causal: bool,
+    window_from_anchor: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each slot sees of the context, (B, A, K, S), and of its own block, (B, A, K, K), as booleans.
+
+    The slots of absent blocks see their own block, so that no row is all masked.
+    """
+    batch_size, num_blocks = anchors.shape
+    device = anchors.device
+    positions = anchors.clamp_min(0)[..., None] + torch.arange(block_size, device=device)  # (B, A, K)
+    context = torch.arange(context_length, device=device).expand(batch_size, num_blocks, -1)  # (B, A, S)
+    rules = (window, is_causal, window_from_anchor)
+    sees_context = (context < anchors[..., None])[:, :, None, :].expand(-1, -1, block_size, -1)
+    if (allowed := visible_keys(positions, context, *rules)) is not None:
+        sees_context = sees_context & allowed
+    sees_block = visible_keys(positions, positions, *rules)
+    if sees_block is None:
+        sees_block = torch.ones(batch_size, num_blocks, block_size, block_size, dtype=torch.bool, device=device)
+    return sees_context, sees_block
+
+
 def dense_visibility(
     anchors: torch.Tensor,
     context_length: int,
@@ -50,19 +82,12 @@ def dense_visibility(
     is_causal: bool,
     window_from_anchor: bool = False,
 ) -> torch.Tensor:
-    """Booleans (B, A * K, S + A * K). The slots of absent blocks see their own block, so that no row is all masked."""
-    batch_size, num_blocks = anchors.shape
-    device = anchors.device
-    positions = anchors.clamp_min(0)[..., None] + torch.arange(block_size, device=device)  # (B, A, K)
-    context = torch.arange(context_length, device=device).expand(batch_size, num_blocks, -1)  # (B, A, S)
-    rules = (window, is_causal, window_from_anchor)
-    sees_context = (context < anchors[..., None])[:, :, None, :].expand(-1, -1, block_size, -1)  # (B, A, K, S)
-    if (allowed := visible_keys(positions, context, *rules)) is not None:
-        sees_context = sees_context & allowed
-    sees_block = visible_keys(positions, positions, *rules)  # (B, A, K, K)
-    if sees_block is None:
-        sees_block = torch.ones(batch_size, num_blocks, block_size, block_size, dtype=torch.bool, device=device)
-    is_own = torch.eye(num_blocks, dtype=torch.bool, device=device)[:, None, :, None]  # (A, 1, A, 1)
+    """The same with all blocks as keys, (B, A * K, S + A * K)."""
+    sees_context, sees_block = block_visibility(
+        anchors, context_length, block_size, window, is_causal, window_from_anchor
+    )
+    num_blocks = anchors.shape[1]
+    is_own = torch.eye(num_blocks, dtype=torch.bool, device=anchors.device)[:, None, :, None]  # (A, 1, A, 1)
     blocks = (sees_block[:, :, :, None, :] & is_own).flatten(3)  # (B, A, K, A * K)
     return torch.cat([sees_context, blocks], dim=-1).flatten(1, 2)
 
@@ -105,4 +130,4 @@ def block_mask(
     )
 
 
-__all__ = ["NO_ANCHOR", "block_mask", "dense_visibility", "layer_rules", "training_masks"]
+__all__ = ["NO_ANCHOR", "block_mask", "block_visibility", "dense_visibility", "layer_rules", "training_masks"]

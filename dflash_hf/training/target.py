@@ -63,7 +63,13 @@ class FrozenTarget:
         if not with_head_inputs and "logits_to_keep" in parameters:
             kwargs["logits_to_keep"] = 1
         captured: list[torch.Tensor] = []
-        handle = self.head.register_forward_pre_hook(lambda module, args: captured.append(args[0]))
+
+        def capture(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            captured.append(args[0])
+            # Of a slice, the head would be a batched product with a copy of its weight for every row.
+            return (args[0].contiguous(), *args[1:])
+
+        handle = self.head.register_forward_pre_hook(capture)
         try:
             with torch.autocast(input_ids.device.type, enabled=False):
                 outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **kwargs)

@@ -91,6 +91,7 @@ def build_trainer(run_args: RunArguments, training_args: DFlashTrainingArguments
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from ..embedded import embedded_target_path
+    from .attention import BLOCKWISE
     from .sequences import SequenceCollator, load_sequences, usable_sequences
     from .state_cache import StateCache
     from .target import FrozenTarget, RestrictedHead
@@ -117,7 +118,7 @@ def build_trainer(run_args: RunArguments, training_args: DFlashTrainingArguments
     model = model.to(training_args.device)
     draft = make_draft(run_args, model, tokenizer)
     draft.set_attn_implementation(
-        run_args.attn_implementation or ("flex_attention" if torch.cuda.is_available() else "sdpa")
+        run_args.attn_implementation or ("flex_attention" if torch.cuda.is_available() else BLOCKWISE)
     )
     target = FrozenTarget(model, draft.config.target_layer_ids)
     if run_args.shard_target:
