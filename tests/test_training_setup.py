@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from dflash_hf.generation.pairing import check_pair
 from dflash_hf.modeling_dflash import Qwen3DFlashForDraft
 from dflash_hf.training import draft_setup
+from dflash_hf.training.arguments import RunArguments
 from dflash_hf.training.target import FrozenTarget, RestrictedHead
+from dflash_hf.training.train_command import make_draft
 from helpers import random_prompt, tiny_target
 
 
@@ -34,6 +37,20 @@ def test_taps_follow_the_papers_rule_and_the_logit_cap_the_target() -> None:
     draft = draft_setup.draft_config_for(config, 63, block_size=4, num_layers=2)
     assert draft.target_layer_ids == [1, 9, 17, 25, 33]
     assert draft.final_logit_softcapping == 7.0
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3"])
+def test_a_new_draft_says_the_scale_of_its_targets_embeddings(family: str) -> None:
+    target = tiny_target(family)
+    args = RunArguments("data", mask_token_id=63, draft_layers=2, block_size=4)
+    draft = make_draft(args, target, tokenizer_of([str(i) for i in range(64)], special=[63])).double()
+    tokens = random_prompt(5)
+    embeddings = target.get_input_embeddings()
+    scale = target.config.get_text_config().hidden_size ** 0.5 if family == "gemma3" else None
+    assert draft.config.input_embedding_scale == (None if scale is None else pytest.approx(scale))
+    as_zlab_reads_it = functional.embedding(tokens, embeddings.weight) * (draft.config.input_embedding_scale or 1.0)
+    torch.testing.assert_close(draft.embed_block(tokens, embeddings), as_zlab_reads_it)
+    torch.testing.assert_close(embeddings(tokens), as_zlab_reads_it)
 
 
 def test_a_target_without_rotary_positions_needs_them_named() -> None:

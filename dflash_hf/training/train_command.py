@@ -165,11 +165,11 @@ def make_draft(run_args: RunArguments, target: Any, tokenizer: Any) -> Any:
         mask = draft_setup.pick_mask_token(tokenizer, rows)
     draft_setup.check_mask_token(mask, tokenizer, rows)
     fields: dict[str, Any] = {}
+    if (scale := getattr(target.get_input_embeddings(), "embed_scale", None)) is not None:
+        fields["input_embedding_scale"] = float(scale)  # said, since z-lab's loader reads the bare table
     if run_args.sliding_window is not None:
-        fields = {
-            "sliding_window": run_args.sliding_window,
-            "layer_types": ["sliding_attention"] * run_args.draft_layers,
-        }
+        fields["sliding_window"] = run_args.sliding_window
+        fields["layer_types"] = ["sliding_attention"] * run_args.draft_layers
     config = draft_setup.draft_config_for(
         target.config, mask, run_args.block_size or 16, run_args.draft_layers, run_args.target_layer_ids, **fields
     )
