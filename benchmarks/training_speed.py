@@ -79,6 +79,7 @@ def prepare_ours() -> Callable[[], float]:
     import torch
 
     from dflash_hf.modeling_dflash import Qwen3DFlashForDraft
+    from dflash_hf.training.attention import BLOCKWISE
     from dflash_hf.training.draft_setup import draft_config_for
     from dflash_hf.training.target import FrozenTarget
     from dflash_hf.training.trainer import DFlashTrainer, DFlashTrainingArguments
@@ -87,7 +88,7 @@ def prepare_ours() -> Callable[[], float]:
     draft = Qwen3DFlashForDraft(
         draft_config_for(target.config, MASK_TOKEN, SHAPE["block_size"], SHAPE["draft_layers"], TAPS)
     )
-    draft.set_attn_implementation("sdpa")
+    draft.set_attn_implementation(BLOCKWISE)
     rows = [
         {"input_ids": ids, "prompt_length": SHAPE["prompt_length"], "sequence": number}
         for number, ids in enumerate(tokens.tolist())

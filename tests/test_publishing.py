@@ -308,6 +308,17 @@ def test_dry_run_lists_files_hashes_and_card_and_sends_nothing(hub, source, targ
     assert hub.requests == []
 
 
+def test_dtype_of_the_published_weights_can_be_chosen(source, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("dflash_hf.publishing.check.check_stage", lambda *arguments: None)
+    folder = tmp_path / "Half-DFlash"
+    assert main(["upload", str(source), "--stage", str(folder), "--dtype", "bfloat16"]) == 0
+    weights, published = (load_file(path / "model.safetensors") for path in (source, folder))
+    assert {tensor.dtype for tensor in published.values()} == {torch.bfloat16} != {weights["fc.weight"].dtype}
+    assert all(torch.equal(tensor, weights[name].bfloat16()) for name, tensor in published.items())
+    assert main(["upload", str(source), "--stage", str(folder), "--dtype", "half"]) == 2
+    assert "--dtype is 'half', which is none of" in capsys.readouterr().err
+
+
 def test_failed_check_uploads_nothing(hub, source, monkeypatch, capsys):
     def damage(stage, *arguments):
         (stage.folder / "compat.py").unlink()

@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     staging = parser.add_argument_group("staging and checking")
     staging.add_argument("--stage", type=Path, metavar="DIR", help="keep the staged repository in this folder")
+    staging.add_argument(
+        "--dtype", default="auto", metavar="DTYPE", help="of the published weights (default: auto, as in DRAFT)"
+    )
     staging.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one weight file (default: 5GB)")
     staging.add_argument(
         "--check-target",
@@ -86,7 +89,7 @@ def stage_check_upload(args: argparse.Namespace, folder: Path) -> int:
     from .facts import collect_facts
     from .stage import stage_draft
 
-    draft, source = open_draft(args.draft)
+    draft, source = open_draft(args.draft, args.dtype)
     records = {"training": args.training, "benchmark": args.benchmark}
     facts = collect_facts(
         draft,
@@ -120,11 +123,15 @@ def stage_check_upload(args: argparse.Namespace, folder: Path) -> int:
     return 0
 
 
-def open_draft(name: str) -> tuple[Any, Path | None]:
-    """The draft in its own dtype, and its folder where it has one."""
+def open_draft(name: str, dtype: str = "auto") -> tuple[Any, Path | None]:
+    """The draft in a dtype, by default its own, and its folder where it has one."""
     from dflash_hf import load_draft
 
-    return load_draft(name), Path(name) if Path(name).is_dir() else None
+    from ..evaluation.models import pick_dtype
+
+    picked = pick_dtype(dtype)
+    draft = load_draft(name)
+    return draft if picked == "auto" else draft.to(picked), Path(name) if Path(name).is_dir() else None
 
 
 def target_folder(name: str | None) -> Path | None:
