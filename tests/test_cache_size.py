@@ -34,7 +34,8 @@ def numbers_in(cache: Any) -> int:
 @pytest.mark.parametrize("tree_budget", [0, 32])
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "falcon_h1"])
 def test_caches_hold_what_plain_decoding_would(family: str, tree_budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between rounds: as wide as the longest row still running, to the column, for the target and for the draft."""
+    """Between rounds: as wide as the longest row still running, the target's to the column, the draft's within the
+    doubling of a buffer that grows."""
     target = hybrid_target(family) if family == "falcon_h1" else shared_target(family)
     inputs = left_padded([random_prompt(length, seed=length)[0] for length in LENGTHS])
     mask = inputs["attention_mask"]
@@ -57,6 +58,9 @@ def test_caches_hold_what_plain_decoding_would(family: str, tree_budget: int, mo
                 window = getattr(layer, "sliding_window", None)
                 assert layer.keys.shape[0] == len(loop.rows)
                 assert layer.keys.shape[2] == (longest if window is None else min(longest, window - 1))
+        for keys in loop.drafter.cache.keys:
+            assert keys.shape[0] == len(loop.rows)
+            assert keys.shape[2] <= max(64, 2 * longest) + loop.drafter.draft.config.block_size
         peaks.append((longest, len(loop.rows), numbers_in(loop.runner.cache)))
 
     monkeypatch.setattr(decoding.DecodingLoop, "_round", measured)
