@@ -48,6 +48,7 @@ class DFlashTrainingArguments(TrainingArguments):
     max_grad_norm: float = 1.0
     num_train_epochs: float = 6.0
     remove_unused_columns: bool = False
+    ddp_find_unused_parameters: bool | None = False  # every step uses them all
 
     def __post_init__(self) -> None:
         super().__post_init__()
