@@ -1,0 +1,292 @@
+"""The decoding loop: draft a block, verify it in one forward of the target, commit what stands.
+
+One loop serves single sequences and batches, chains and trees, dense and recurrent targets, greedy decoding and
+sampling. Transformers' own assisted loop is not used: it takes one row and one chain, refuses caches that cannot be
+cropped, checks stopping criteria once a block instead of once a token, calls stateful logits processors on refused
+candidates, and reads a cache handed over from an earlier turn from its start. `DFlashCandidateGenerator` still works
+under it for who calls it directly.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.utils import logging
+
+from .compat import get_cache
+from .drafting import Drafter
+from .processors import BlockProcessor
+from .proposals import Proposal, Proposer
+from .rollback import why_not_croppable
+from .sequences import DFlashGenerateOutput, Sequences
+from .settings import DraftSettings
+from .stopping import StopRule
+from .target_runner import TargetRunner
+from .tree import node_contexts, walk
+from .tree_support import why_no_tree
+from .verification import Verdict, accept_greedy, accept_sampled, accept_stepwise
+
+logger = logging.get_logger(__name__)
+
+
+def decode(
+    target: Any,
+    draft: Any,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: Any,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    inputs_tensor: torch.Tensor | None = None,
+    tokenizer: Any = None,
+    assistant_tokenizer: Any = None,
+    **model_kwargs: Any,
+) -> Any:
+    """Generate with `target`, assisted by `draft`; the arguments are those of `GenerationMixin._assisted_decoding`.
+
+    Returns:
+        Token ids (B, length), or a `DFlashGenerateOutput` under `return_dict_in_generate`.
+    """
+    cache = get_cache(model_kwargs)
+    reason = why_not_drafted(input_ids, logits_processor, stopping_criteria, cache, streamer)
+    if reason is not None:
+        logger.warning_once(f"Generating without the draft: {reason}.")
+        output = target._sample(
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            **model_kwargs,
+        )
+        if isinstance(output, torch.Tensor):
+            return output
+        return DFlashGenerateOutput(**output, acceptance_lengths=[[] for _ in output.sequences])
+    loop = DecodingLoop(target, draft, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    return loop.run(streamer, synced_gpus)
+
+
+def why_not_drafted(
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    cache: Any,
+    streamer: Any = None,
+) -> str | None:
+    """Why a call cannot be drafted without changing its result; `None` if it can."""
+    if cache is not None and (reason := why_not_croppable(cache)):
+        return reason
+    if input_ids.shape[0] == 1:
+        return None
+    if streamer is not None:
+        return "a streamer hears of all rows of a batch step by step, and drafted rows do not keep step"
+    if BlockProcessor(logits_processor, 1).is_stateful:
+        names = ", ".join(type(processor).__name__ for processor in logits_processor)
+        return f"a logits processor may remember what it was shown, or tell the rows of a batch apart ({names})"
+    rule = StopRule(stopping_criteria, 0)
+    if not rule.is_rowwise:
+        names = ", ".join(type(criterion).__name__ for criterion in rule.others)
+        return f"a stopping criterion may judge the rows of a batch together, or count its calls ({names})"
+    if rule.others and not rule.eos_token_ids:
+        return "a batch without an end-of-sequence token goes on until its own stopping criterion holds for every row"
+    return None
+
+
+class DecodingLoop:
+    """The state of one `generate` call and the steps of its rounds."""
+
+    def __init__(
+        self,
+        target: Any,
+        draft: Any,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+    ):
+        self.target = target
+        self.do_sample = generation_config.do_sample
+        self.settings = DraftSettings.read(draft, generation_config)
+        self.processor = BlockProcessor(logits_processor, input_ids.shape[0])
+        self.stop_rule = StopRule(stopping_criteria, generation_config.max_length)
+        self.sequences = Sequences(input_ids, generation_config)
+        capture_all = self.sequences.hidden_states is not None
+        self.runner = TargetRunner(target, draft.config.target_layer_ids, generation_config, model_kwargs, capture_all)
+        self.drafter = Drafter(
+            draft, target.get_input_embeddings(), target.get_output_embeddings(), self.settings.context_length
+        )
+        self.proposer = Proposer(self.drafter, self.processor, self.settings, self.do_sample)
+        self.tree_budget = 0  # decided after the prefill
+        self.rows = list(range(input_ids.shape[0]))  # rows still running
+
+    def run(self, streamer: Any, synced_gpus: bool) -> Any:
+        """Prefill, then rounds until every row has stopped."""
+        self.streamer = streamer
+        try:
+            self._prefill()
+            device = self.sequences.buffer.device
+            with self.target._optimize_model_for_decode():
+                while self.target._has_unfinished_sequences(not self.rows, synced_gpus, device):
+                    if self.rows:
+                        self._round()
+                    else:
+                        self._keep_peers_company()
+        finally:
+            self.runner.close()
+        self.runner.restore_rows()
+        if streamer is not None:
+            streamer.end()
+        return self.sequences.output(self.runner.cache)
+
+    def _prefill(self) -> None:
+        """Run the prompt and commit the token that follows it; it belongs to no round."""
+        ids = self.sequences.buffer
+        outputs, taps, lengths, past = self.runner.prefill(ids)
+        self.drafter.begin(len(self.rows), past)
+        self.drafter.observe(taps, lengths)
+        logits = outputs.logits[:, -1:].to(ids.device)
+        self._commit(outputs, logits, Proposal(ids.new_empty(len(self.rows), 0)), is_round=False)
+        if self.rows:
+            anchors = self.sequences.anchors(self.rows)
+            self.runner.check_continues(anchors)
+            self.tree_budget = self._usable_tree_budget(anchors)
+
+    def _usable_tree_budget(self, anchors: torch.Tensor) -> int:
+        """The tree budget that was set, or 0 with one warning where this call can verify chains only."""
+        if not self.settings.tree_budget:
+            return 0
+        if self.processor.is_stateful:
+            reason: str | None = "a logits processor may remember what it was shown, so it must see one path only"
+        elif self.sequences.attentions is not None:
+            reason = "`output_attentions` describes one path only"
+        else:
+            reason = why_no_tree(self.runner, anchors)
+        if reason is not None:
+            logger.warning_once(f"Drafting a chain instead of a tree: {reason}.")
+            return 0
+        return self.settings.tree_budget
+
+    def _round(self) -> None:
+        """Draft, verify, commit (the design's round, arXiv 2602.06036, section 3)."""
+        anchors = self.sequences.anchors(self.rows)
+        remaining = self.stop_rule.max_length - max(self.sequences.lengths[row] for row in self.rows)
+        prefixes = [self.sequences.prefix(row) for row in self.rows]
+        proposal = self.proposer.propose(self.rows, prefixes, anchors, remaining, self.tree_budget)
+        outputs = self.runner.verify(torch.cat([anchors, proposal.tokens], dim=1), proposal.tree)
+        self._commit(outputs, outputs.logits.to(anchors.device), proposal, is_round=True)
+
+    def _commit(self, outputs: Any, logits: torch.Tensor, proposal: Proposal, is_round: bool) -> None:
+        """Accept, append up to where a row stops, roll the caches back to what was kept, let stopped rows leave."""
+        verdict, scores = self._accept(logits, proposal)
+        if verdict.order is not None and self.sequences.keeps_scores:
+            logits, scores = _in_order(logits, verdict.order), _in_order(scores, verdict.order)
+        committed = verdict.to_host()
+        if is_round and not self.runner.can_be_ragged:  # rows of a cache that keeps them level advance together
+            level = min(len(tokens) for tokens in committed)
+            committed = [tokens[:level] for tokens in committed]
+        counts, still_running = [], []
+        for index, tokens in enumerate(committed):
+            count, stops = self._commit_row(index, tokens, outputs, logits, scores, verdict.order)
+            counts.append(count)
+            if is_round:
+                self.sequences.acceptance_lengths[self.rows[index]].append(count)
+            if not stops:
+                still_running.append(index)
+        if is_round:
+            self.proposer.learn(proposal, counts)
+            taps = self.runner.taps(outputs)
+            del outputs
+            if verdict.order is not None:
+                taps = _in_order(taps, verdict.order[:, : max(counts)])
+            # A row that stops short leaves; where rows cannot be ragged, the cache keeps it level with the others.
+            kept = counts if self.runner.can_be_ragged else [max(counts)] * len(counts)
+            self.runner.keep(kept, proposal.width, verdict.order)
+            self.drafter.observe(taps[:, : max(counts)], counts)
+        self._leave(still_running)
+
+    def _accept(self, logits: torch.Tensor, proposal: Proposal) -> tuple[Verdict, torch.Tensor]:
+        """The verdict, and the processed scores (B, W or fewer, V) that it was reached on."""
+        prefixes = [self.sequences.prefix(row) for row in self.rows]
+        if self.processor.is_stateful:
+            return self._accept_stepwise(logits, proposal, prefixes[0])
+        if proposal.tree is not None:
+            if self.processor.is_empty or self.processor.is_pointwise:
+                scores = self.processor.pointwise(logits)
+            else:
+                scores = self.processor.in_context(self.rows, node_contexts(proposal.tree, prefixes), logits)
+            return walk(proposal.tree, scores, self.do_sample), scores
+        scores = self.processor.chain(self.rows, prefixes, proposal.tokens, logits)
+        if self.do_sample:
+            return accept_sampled(proposal.tokens, proposal.probs, scores), scores
+        return accept_greedy(proposal.tokens, scores), scores
+
+    def _accept_stepwise(
+        self, logits: torch.Tensor, proposal: Proposal, prefix: torch.Tensor
+    ) -> tuple[Verdict, torch.Tensor]:
+        """Accept one row's chain while showing the processors accepted prefixes only, each once and in order."""
+        seen: list[torch.Tensor] = []
+
+        def score_at(step: int) -> torch.Tensor:
+            context = torch.cat([prefix, proposal.tokens[:, :step]], dim=1)
+            seen.append(self.processor.one(0, context, logits[:, step]))
+            return seen[-1]
+
+        ends = self.stop_rule.eos_token_ids
+        verdict = accept_stepwise(proposal.tokens, proposal.probs, score_at, self.do_sample, ends)
+        return verdict, torch.stack(seen, dim=1)
+
+    def _commit_row(
+        self,
+        index: int,
+        tokens: Sequence[int],
+        outputs: Any,
+        logits: torch.Tensor,
+        scores: torch.Tensor,
+        order: torch.Tensor | None,
+    ) -> tuple[int, bool]:
+        """Append a row's tokens up to where it stops; returns how many, and whether it stops."""
+        row, sequences = self.rows[index], self.sequences
+        sequences.record_scores(row, scores[index, : len(tokens)], logits[index, : len(tokens)])
+        count, stops = self.stop_rule.committed(
+            sequences.lengths[row],
+            tokens,
+            lambda n: sequences.prefix(row, tokens[:n]),
+            lambda n: sequences.scores_at(row, n),
+        )
+        positions = range(count) if order is None else order[index, :count].tolist()
+        sequences.record_states(row, index, outputs, positions, self.runner.cache)
+        sequences.append(row, tokens[:count])
+        sequences.trim_scores(row)
+        if self.streamer is not None:
+            for token in tokens[:count]:
+                self.streamer.put(torch.tensor([token]))
+        return count, stops
+
+    def _leave(self, still_running: list[int]) -> None:
+        """Let stopped rows go: they are neither drafted for, nor verified, nor stored from now on."""
+        if len(still_running) == len(self.rows):
+            return
+        self.last_rows = self.rows
+        self.rows = [self.rows[index] for index in still_running]
+        if self.rows:
+            self.runner.select_rows(still_running)
+            self.drafter.select_rows(still_running)
+
+    def _keep_peers_company(self) -> None:
+        """Other processes still generate, and sharded weights need every process in every forward."""
+        self.runner.verify(self.sequences.anchors(self.last_rows))
+        self.runner.keep([0] * len(self.last_rows), 1)
+
+
+def _in_order(states: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Positions of (B, W, n) in the order (B, W or fewer)."""
+    rows = torch.arange(len(states), device=states.device)[:, None]
+    return states[rows, order.to(states.device)]
+
+
+__all__ = ["DecodingLoop", "decode"]

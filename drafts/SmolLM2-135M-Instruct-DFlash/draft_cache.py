@@ -1,0 +1,153 @@
+"""The draft's key/value cache: context only; a round's block is scratch behind it.
+
+Each round the draft projects the newly accepted positions once and keeps them. The keys are rotated to absolute
+positions before they are stored, so their order in the buffer is free: context token `i` of a row lives in column
+`i % R`, and where `R` is smaller than the context the oldest token is overwritten by the newest. The block is written
+behind the longest row and overwritten by the next round, so nothing is cropped, concatenated or shifted:
+
+    row 0   c c c c c c n n | b b b b        c  context kept from earlier rounds   n  context new in this round
+    row 1   c c c n . . . . | b b b b        b  the block                          .  unused, masked
+
+Shapes: B batch, N new context tokens, K block, G key/value heads, D head size, R context columns, T columns in use.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+
+class ColumnLayout:
+    """Which column holds what, for all layers that keep the same amount of context.
+
+    Args:
+        keep: Context tokens a later query can see; `None`: all of them, in a buffer that grows.
+    """
+
+    def __init__(self, keep: int | None):
+        self.keep = keep
+        self.context_columns = 0 if keep is None else keep  # R
+        self.lengths: list[int] = []  # context tokens seen so far, per row
+        self.block_start = 0
+        self.columns: slice | torch.Tensor = slice(0, 0)  # where the new context goes; a tensor is (B, N)
+        self.valid: torch.Tensor | None = None  # (B, T), None where every column in use is real
+        self.positions: torch.Tensor | None = None  # (B, R + K)
+
+    def plan(self, position_ids: torch.Tensor, new_lengths: Sequence[int]) -> None:
+        """Choose this round's columns.
+
+        Args:
+            position_ids: Absolute positions, (B, N + K), new context first.
+            new_lengths: How many of the N are real in each row; they come first.
+        """
+        if not self.lengths:
+            self.lengths = [0] * len(new_lengths)
+        num_new = max(new_lengths)
+        block_size = position_ids.shape[1] - num_new
+        first, before = self.lengths[0], self.lengths
+        self.lengths = [old + new for old, new in zip(before, new_lengths, strict=True)]
+        if self.keep is None and max(before) + num_new > self.context_columns:
+            self.context_columns = max(2 * self.context_columns, max(before) + num_new, 64)
+        in_use = [min(length, self.context_columns) for length in self.lengths]
+        self.block_start = max(in_use)
+        is_even = len(set(before)) == 1 and min(new_lengths) == num_new
+        if is_even and first + num_new <= self.context_columns:
+            self.columns = slice(first, first + num_new)
+        else:
+            self.columns = self._scattered_columns(before, new_lengths, num_new, position_ids.device)
+        self.valid = None
+        if len(set(in_use)) > 1:
+            column = torch.arange(self.block_start + block_size, device=position_ids.device)
+            limit = torch.tensor(in_use, device=position_ids.device)[:, None]
+            self.valid = (column < limit) | (column >= self.block_start)
+        self.positions = self.write(self.positions, position_ids[:, None, :, None], block_size)
+
+    def _scattered_columns(
+        self, before: Sequence[int], new_lengths: Sequence[int], num_new: int, device: torch.device
+    ) -> torch.Tensor:
+        """Columns of ragged or wrapping rows, (B, N). What is not to be kept goes where the block will cover it."""
+        step = torch.arange(num_new, device=device)
+        start = torch.tensor(before, device=device)[:, None]
+        count = torch.tensor(new_lengths, device=device)[:, None]
+        is_kept = (step < count) & (step >= count - self.context_columns)
+        return torch.where(is_kept, (start + step) % max(self.context_columns, 1), self.block_start)
+
+    def write(self, buffer: torch.Tensor | None, states: torch.Tensor, block_size: int) -> torch.Tensor:
+        """Write new context and block, (B, G, N + K, D), into a buffer (B, G, R + K, D), made or grown as needed."""
+        batch_size, num_heads, width, head_dim = states.shape
+        num_new = width - block_size
+        size = self.context_columns + block_size
+        if buffer is None or buffer.shape[2] < size:
+            larger = states.new_zeros(batch_size, num_heads, size, head_dim)
+            if buffer is not None:
+                larger[:, :, : buffer.shape[2]] = buffer
+            buffer = larger
+        if isinstance(self.columns, slice):
+            buffer[:, :, self.columns] = states[:, :, :num_new]
+        else:
+            index = self.columns[:, None, :, None].expand(-1, num_heads, -1, head_dim)
+            buffer.scatter_(2, index, states[:, :, :num_new])
+        buffer[:, :, self.block_start : self.block_start + block_size] = states[:, :, num_new:]
+        return buffer
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Keep only these rows of the batch, in this order."""
+        if self.lengths:  # empty until the first round; a row may end with the prompt's first token
+            self.lengths = [self.lengths[row] for row in rows.tolist()]
+        if self.positions is not None:
+            self.positions = self.positions[rows]
+
+
+class DraftCache:
+    """Context keys and values of every draft layer, rotated, with one column layout per amount of kept context.
+
+    Args:
+        keep_per_layer: For each layer, the context tokens a later query can see; `None`: all.
+    """
+
+    def __init__(self, keep_per_layer: Sequence[int | None]):
+        layouts = {keep: ColumnLayout(keep) for keep in keep_per_layer}
+        self.layouts = list(layouts.values())
+        self.layer_layouts = [layouts[keep] for keep in keep_per_layer]
+        self.keys: list[torch.Tensor | None] = [None] * len(keep_per_layer)
+        self.values: list[torch.Tensor | None] = [None] * len(keep_per_layer)
+        self.block_size = 0
+
+    def begin_round(self, position_ids: torch.Tensor, new_lengths: Sequence[int]) -> None:
+        """Announce a round before the draft's forward.
+
+        Args:
+            position_ids: Absolute positions of new context and block, (B, N + K), N = `max(new_lengths)`.
+            new_lengths: New context tokens of each row; rows shorter than N are padded at their end.
+        """
+        self.block_size = position_ids.shape[1] - max(new_lengths)
+        for layout in self.layouts:
+            layout.plan(position_ids, new_lengths)
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store a layer's rotated keys and its values, (B, G, N + K, D); returns all of them, (B, G, T, D) each."""
+        layout = self.layer_layouts[layer_idx]
+        self.keys[layer_idx] = layout.write(self.keys[layer_idx], keys, self.block_size)
+        self.values[layer_idx] = layout.write(self.values[layer_idx], values, self.block_size)
+        end = layout.block_start + self.block_size
+        return self.keys[layer_idx][:, :, :end], self.values[layer_idx][:, :, :end]
+
+    def key_layout(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Positions (B, T) of the keys `update` will return, and which of them are real (B, T), `None`: all."""
+        layout = self.layer_layouts[layer_idx]
+        end = layout.block_start + self.block_size
+        return layout.positions[:, 0, :end, 0], layout.valid
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Context tokens the longest row has seen, whether kept or not."""
+        lengths = self.layer_layouts[layer_idx].lengths
+        return max(lengths) if lengths else 0
+
+    def select_rows(self, rows: torch.Tensor) -> None:
+        """Keep only these rows of the batch; `rows` is an index tensor (B',)."""
+        for layout in self.layouts:
+            layout.select_rows(rows)
+        self.keys = [None if keys is None else keys[rows] for keys in self.keys]
+        self.values = [None if values is None else values[rows] for values in self.values]
+
+
+__all__ = ["DraftCache"]

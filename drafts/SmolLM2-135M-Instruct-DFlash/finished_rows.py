@@ -1,0 +1,119 @@
+"""The key/value cache of rows that have ended, put back beside the others at the end.
+
+While a batch is generated, finished rows leave the cache and the others are packed to the right. A caller who asked
+for the cache, or lent one, gets every row back, each token in the column where plain `generate` has it. Columns behind
+a row's end, where plain `generate` stores what it makes of padding, are zeros: the mask of a next turn hides them. For
+the same reason a row's recurrent states are those behind its own last token. Static layers keep every row level and
+every column in place, so their rows are stored whole.
+
+Shapes: B batch, G key/value heads, T cached columns, D head size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import StaticLayer
+
+from .rollback import LINEAR, REALIGNABLE, has_columns
+
+STATES = ("conv_states", "recurrent_states")
+
+
+@dataclass
+class LayerRow:
+    """What a row has in one cache layer.
+
+    Attributes:
+        columns: Keys and values, (G, n, D) each, of its last n tokens; all columns of a static layer, `None` where
+            the layer has none.
+        states: By the names in `STATES`, the states of a recurrent layer by their number there.
+    """
+
+    columns: tuple[torch.Tensor, torch.Tensor] | None
+    states: dict[str, dict[int, torch.Tensor]]
+
+    @classmethod
+    def of(cls, layer: Any, index: int, count: int) -> "LayerRow":
+        """A copy of row `index`, which has `count` tokens."""
+        columns = None
+        if has_columns(layer):
+            first = 0 if isinstance(layer, StaticLayer) else -count
+            columns = (layer.keys[index, :, first:].clone(), layer.values[index, :, first:].clone())
+        if not isinstance(layer, LINEAR):
+            return cls(columns, {})
+        states = {
+            name: {key: state[index].clone() for key, state in getattr(layer, name).items() if state is not None}
+            for name in STATES
+        }
+        return cls(columns, states)
+
+
+class FinishedRows:
+    """What the rows of one batch have in the cache, kept while they are out of it.
+
+    Args:
+        padding: Columns of left padding of each row's prompt.
+    """
+
+    def __init__(self, padding: Sequence[int]):
+        self.padding = list(padding)
+        self.counts = [0] * len(self.padding)  # tokens of each stored row
+        self.states: dict[int, list[LayerRow]] = {}
+        self.rows = list(range(len(self.padding)))  # of the batch, in the order of the cache
+
+    @staticmethod
+    def can_store(cache: Any) -> bool:
+        """Whether the rows of every layer of this cache can be told apart."""
+        return all(type(layer) in REALIGNABLE or type(layer) is StaticLayer for layer in cache.layers)
+
+    def select_rows(self, cache: Any, staying: Sequence[int], counts: Sequence[int]) -> None:
+        """Store the rows that leave, before they do. `counts`: tokens that each row has in the cache."""
+        for index, count in enumerate(counts):
+            if index not in staying:
+                self._store(cache, index, count)
+        self.rows = [self.rows[index] for index in staying]
+
+    def restore(self, cache: Any, counts: Sequence[int]) -> None:
+        """Give the cache all rows back, the last ones included."""
+        for index, count in enumerate(counts):
+            self._store(cache, index, count)
+        width = max(padding + count for padding, count in zip(self.padding, self.counts, strict=True))
+        for number, layer in enumerate(cache.layers):
+            rows = [self.states[row][number] for row in range(len(self.padding))]
+            if has_columns(layer):
+                self._restore_columns(layer, [row.columns for row in rows if row.columns is not None], width)
+            for name in rows[0].states:
+                for key in rows[0].states[name]:
+                    getattr(layer, name)[key] = torch.stack([row.states[name][key] for row in rows])
+
+    def _restore_columns(self, layer: Any, rows: Sequence[tuple[torch.Tensor, torch.Tensor]], width: int) -> None:
+        keys, values = zip(*rows, strict=True)
+        if isinstance(layer, StaticLayer):
+            layer.keys, layer.values = torch.stack(keys), torch.stack(values)
+            return
+        window = getattr(layer, "sliding_window", None)
+        kept = width if window is None else min(width, window - 1)
+        layer.keys, layer.values = self._placed(keys, width, kept), self._placed(values, width, kept)
+        if window is not None:
+            layer.cumulative_length = width
+
+    def _store(self, cache: Any, index: int, count: int) -> None:
+        row = self.rows[index]
+        self.counts[row] = count
+        self.states[row] = [LayerRow.of(layer, index, count) for layer in cache.layers]
+
+    def _placed(self, rows: Sequence[torch.Tensor], width: int, kept: int) -> torch.Tensor:
+        """The last `kept` of `width` columns, (B, G, kept, D)."""
+        heads, _, size = rows[0].shape
+        placed = rows[0].new_zeros(len(rows), heads, kept, size)
+        first = width - kept
+        for row, states in enumerate(rows):
+            end = self.padding[row] + self.counts[row]
+            states = states[:, -max(0, end - first) :] if end > first else states[:, :0]
+            placed[row, :, end - first - states.shape[1] : end - first] = states
+        return placed
+
+
+__all__ = ["FinishedRows"]

@@ -1,0 +1,144 @@
+"""Taking back what a verification wrote to the target's cache beyond the accepted tokens.
+
+One row, or rows that accept the same number, crop. Ragged rows are realigned to the right, which leaves an ordinary
+left-padded batch: sliding windows, masks and every attention implementation keep their meaning, and the cache is as
+wide as its longest row. Recurrent layers have no columns to crop; `recurrent` restores them.
+
+Shapes: B batch, G key/value heads, T cached columns, W verified positions, D head size.
+"""
+
+from typing import Any
+
+import torch
+from transformers import cache_utils as cu
+
+LINEAR = cu.LinearAttentionCacheLayerMixin
+REALIGNABLE = {
+    getattr(cu, name)
+    for name in (
+        "DynamicLayer",
+        "DynamicSlidingWindowLayer",
+        "LinearAttentionLayer",
+        "LinearAttentionAndFullAttentionLayer",
+        "LinearAttentionAndSlidingWindowAttentionLayer",
+        "DummyLayer",
+    )
+    if hasattr(cu, name)
+}
+
+
+def has_columns(layer: Any) -> bool:
+    """Whether a cache layer keeps keys and values (B, G, T, D) that have been written."""
+    return isinstance(layer, cu.CacheLayerMixin) and layer.is_initialized
+
+
+def can_realign(cache: Any) -> bool:
+    """Whether rows of this cache can keep different numbers of tokens."""
+    return all(type(layer) in REALIGNABLE for layer in cache.layers)
+
+
+def why_not_croppable(cache: Any) -> str | None:
+    """Why tokens cannot be taken back from this cache; `None` if they can."""
+    for layer in cache.layers:
+        if type(layer) in REALIGNABLE or type(layer) is cu.StaticLayer:
+            continue
+        if isinstance(layer, LINEAR) and not isinstance(layer, cu.CacheLayerMixin):
+            continue
+        if not getattr(layer, "is_croppable", False) or not hasattr(layer, "crop"):
+            return f"a {type(layer).__name__} of the target's cache cannot take tokens back"
+    return None
+
+
+def record_past(cache: Any) -> None:
+    """Make sliding layers keep what a verification pushes out of their window, until it is cropped."""
+    for layer in cache.layers:
+        if isinstance(layer, cu.DynamicSlidingWindowLayer):
+            layer.record_past = True
+
+
+def crop(cache: Any, count: int) -> None:
+    """Drop the last `count` columns of every layer that has columns; with 0, sliding layers only shrink back."""
+    for layer in cache.layers:
+        if not has_columns(layer):
+            continue
+        if isinstance(layer, cu.StaticLayer):
+            layer.cumulative_length.sub_(count)  # 5.17 has no `crop` here
+            if hasattr(layer, "cumulative_length_int"):
+                layer.cumulative_length_int -= count
+        elif isinstance(layer, cu.DynamicSlidingWindowLayer):
+            cu.DynamicSlidingWindowLayer.crop(layer, -count)
+        elif isinstance(layer, LINEAR):
+            cu.DynamicLayer.crop(layer, -count)
+        else:
+            layer.crop(-count)
+
+
+def realign(cache: Any, removed: torch.Tensor, width: int) -> None:
+    """Drop the last `removed[b]` columns of row b and move what is left to the right edge.
+
+    Args:
+        removed: Columns to drop per row, (B,), at most what the last forward wrote.
+        width: Columns of the longest row afterwards; shorter rows are padded on the left with stale columns, which
+            the attention mask must hide.
+    """
+    for layer in cache.layers:
+        if not has_columns(layer):
+            continue
+        is_sliding = isinstance(layer, cu.DynamicSlidingWindowLayer)
+        kept = min(width, layer.sliding_window - 1) if is_sliding else width
+        columns = layer.keys.shape[-2]
+        index = torch.arange(columns - kept, columns, device=layer.keys.device) - removed[:, None].to(
+            layer.keys.device
+        )
+        layer.keys = _take_columns(layer.keys, index.clamp_min(0))
+        layer.values = _take_columns(layer.values, index.clamp_min(0))
+        if is_sliding:
+            layer.cumulative_length = width
+
+
+def reorder_last(cache: Any, order: torch.Tensor, width: int) -> None:
+    """Let the columns `order` (B, n) of the last `width` stand first among those, such as a tree's kept path."""
+    for layer in cache.layers:
+        if has_columns(layer):
+            index = order.to(layer.keys.device)
+            for states in (layer.keys, layer.values):
+                written = states[:, :, -width:]
+                written[:, :, : index.shape[1]] = _take_columns(written, index)
+
+
+def _take_columns(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Columns `index` (B, n) of states (B, G, T, D)."""
+    index = index[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
+    return states.gather(2, index)
+
+
+class ColumnSnapshot:
+    """The columns of a dynamic cache as they stand; forwards replace its tensors and never write into them."""
+
+    def __init__(self, cache: Any):
+        self.saved = [
+            (layer, layer.keys, layer.values, getattr(layer, "cumulative_length", None))
+            for layer in cache.layers
+            if has_columns(layer)
+        ]
+
+    def restore(self) -> None:
+        """Put the columns back."""
+        for layer, keys, values, cumulative_length in self.saved:
+            layer.keys, layer.values = keys, values
+            if cumulative_length is not None:
+                layer.cumulative_length = cumulative_length
+
+
+__all__ = [
+    "LINEAR",
+    "REALIGNABLE",
+    "ColumnSnapshot",
+    "can_realign",
+    "crop",
+    "has_columns",
+    "realign",
+    "record_past",
+    "reorder_last",
+    "why_not_croppable",
+]

@@ -1,0 +1,106 @@
+"""The knobs of drafting, read from the generation configs and checked."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from .policy import USUAL_COSTS, WidthPolicy
+
+AUTO_TREE_BUDGET = 64
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """How to draft.
+
+    Attributes:
+        num_proposals: Candidates put up for verification, at most.
+        confidence_threshold: A block ends behind the first candidate whose probability is lower; 0: never.
+        tree_budget: Nodes of the candidate tree, at most where `is_adaptive`; 0: a chain.
+        is_adaptive: Whether each round chooses how many candidates to verify (`num_assistant_tokens_schedule="auto"`
+            or `draft_tree_budget="auto"`).
+        costs: Of drafting and of each further position, for the choice; `None`: measured.
+        context_length: Context tokens the draft's full layers keep; `None`: all.
+    """
+
+    num_proposals: int
+    confidence_threshold: float
+    tree_budget: int
+    context_length: int | None
+    is_adaptive: bool = False
+    costs: tuple[float, float] | None = None
+
+    @classmethod
+    def read(cls, draft: Any, generation_config: Any) -> "DraftSettings":
+        """Take each knob from the `generate` call if it sets it, else from `draft.generation_config`.
+
+        `generate` fills in Transformers' defaults (20 tokens, confidence 0.4) before we see its config, so a knob that
+        has exactly that value there counts as not set.
+
+        Raises:
+            ValueError: If a knob is out of its range.
+        """
+        usual = GenerationConfig._get_default_generation_params()
+
+        def knob(name: str, default: Any) -> Any:
+            value = getattr(generation_config, name, None)
+            if value is None or value == usual.get(name):
+                value = getattr(draft.generation_config, name, None)
+            return default if value is None else value
+
+        most = draft.config.num_proposals
+        tree_budget = knob("draft_tree_budget", 0)
+        settings = cls(
+            num_proposals=knob("num_assistant_tokens", most),
+            confidence_threshold=knob("assistant_confidence_threshold", 0.0),
+            tree_budget=AUTO_TREE_BUDGET if tree_budget == "auto" else tree_budget,
+            context_length=knob("draft_context_length", None),
+            is_adaptive="auto" in (tree_budget, knob("num_assistant_tokens_schedule", None)),
+            costs=knob("draft_costs", None),
+        )
+        if not isinstance(settings.num_proposals, int) or not 0 <= settings.num_proposals <= most:
+            raise ValueError(
+                f"`num_assistant_tokens` is {settings.num_proposals!r} but the draft was trained with `block_size` "
+                f"{draft.config.block_size}, which proposes at most {most} tokens; set it between 0 and {most}."
+            )
+        threshold = settings.confidence_threshold
+        if not isinstance(threshold, (int, float)) or not 0.0 <= threshold <= 1.0:
+            raise ValueError(
+                f"`assistant_confidence_threshold` must be a probability from 0 to 1, got {threshold!r}; 0 never cuts "
+                "a block."
+            )
+        if not isinstance(settings.tree_budget, int) or settings.tree_budget < 0:
+            raise ValueError(
+                f"`draft_tree_budget` must be a number of nodes, 0 for a chain, got {settings.tree_budget!r}; 16 to "
+                "64 suits most drafts."
+            )
+        context_length = settings.context_length
+        if context_length is not None and (not isinstance(context_length, int) or context_length < 1):
+            raise ValueError(
+                f"`draft_context_length` must be at least 1 token, got {context_length!r}; leave it out to keep the "
+                "whole context."
+            )
+        if settings.costs is not None and not _are_costs(settings.costs):
+            raise ValueError(
+                "`draft_costs` must be two numbers, the cost of drafting a block and of each further verified "
+                f"position relative to a one-token forward of the target, got {settings.costs!r}; leave it out to "
+                "measure them."
+            )
+        return settings
+
+    def policy(self, do_sample: bool) -> WidthPolicy | None:
+        """A fresh policy where the width is chosen each round. It measures with a clock unless runs must repeat."""
+        if not self.is_adaptive:
+            return None
+        must_repeat = do_sample or torch.are_deterministic_algorithms_enabled()
+        return WidthPolicy(self.costs or (USUAL_COSTS if must_repeat else None))
+
+
+def _are_costs(value: Any) -> bool:
+    is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+    return is_pair and all(isinstance(cost, (int, float)) and 0 <= cost < float("inf") for cost in value)
+
+
+__all__ = ["DraftSettings"]

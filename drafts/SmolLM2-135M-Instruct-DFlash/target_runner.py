@@ -1,0 +1,262 @@
+"""The target's side of a round: prefill, verification, rollback, and the tapped hidden states.
+
+Everything model-specific goes through Transformers' own `prepare_inputs_for_generation` and `forward`; this file keeps
+what one-by-one decoding would have kept in `model_kwargs`: attention mask, positions, token types, the cache.
+
+Shapes: B batch, S cached tokens, W verified tokens (anchor and candidates), L taps, H hidden, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from .compat import CACHE_KEY, get_cache, hidden_states_request, layer_outputs
+from .finished_rows import FinishedRows
+from .masks import to_attention_mask, tree_visibility
+from .recurrent import RecurrentStates, check_multi_token_forward
+from .rollback import LINEAR, can_realign, crop, realign, record_past, reorder_last
+from .tree import Tree
+
+
+class TargetRunner:
+    """A target, its cache, and the tokens that cache stands for.
+
+    Args:
+        target: The model whose `generate` was called.
+        target_layer_ids: Taps, 0-based layer outputs.
+        generation_config: As prepared by `generate`.
+        model_kwargs: As prepared by `generate`; not modified.
+        capture_all: Whether the caller of `generate` asked for all hidden states.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        target_layer_ids: Sequence[int],
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        capture_all: bool,
+    ):
+        self.target = target
+        self.target_layer_ids = list(target_layer_ids)
+        self.generation_config = generation_config
+        self.model_kwargs = dict(model_kwargs)
+        self.hidden_state_selection = True if capture_all else hidden_states_request(target_layer_ids)
+        self.cache = get_cache(self.model_kwargs)
+        self.attention_mask: torch.Tensor | None = self.model_kwargs.get("attention_mask")  # (B, S)
+        position_ids = self.model_kwargs.get("position_ids")
+        self.last_position = None if position_ids is None else position_ids[..., -1:]  # (B, 1) or (R, B, 1)
+        self.recurrent: RecurrentStates | None = None
+        self.length = 0  # columns of the cache
+        self.padding: list[int] = []  # columns of left padding, per row
+        self.finished: FinishedRows | None = None  # of a batch whose cache the caller will see
+
+    def prefill(self, input_ids: torch.Tensor) -> tuple[Any, torch.Tensor, list[int], int]:
+        """Run the prompt.
+
+        Returns:
+            The target's outputs; its taps (B, S, L * H), real tokens first in every row; the number of real tokens
+            per row; and the number of tokens that the cache held before.
+        """
+        past = self._cached_length()
+        chunks: list[torch.Tensor] = []
+        thread = get_ident()
+
+        def collect(module: Any, args: Any, output: Any) -> None:
+            if get_ident() == thread:  # other threads may be generating with this target
+                chunks.append(self.taps(output))
+
+        handle = self.target.register_forward_hook(collect)
+        try:
+            kwargs = {**self.model_kwargs, "output_hidden_states": self.hidden_state_selection}
+            outputs = self.target._prefill(input_ids, self.generation_config, kwargs)
+        finally:
+            handle.remove()
+        self.cache = get_cache(outputs)
+        if self.cache is None:
+            raise ValueError(
+                f"{type(self.target).__name__} returned no cache; drafting needs `use_cache=True` and a target that "
+                "keeps its keys and values in a Transformers cache."
+            )
+        record_past(self.cache)
+        taps = torch.cat(chunks, dim=1) if len(chunks) > 1 else chunks[0]
+        self.length = past + taps.shape[1]
+        self.can_be_ragged = can_realign(self.cache)
+        if any(isinstance(layer, LINEAR) for layer in self.cache.layers):
+            self.recurrent = RecurrentStates(self.target, self.cache)
+        taps, lengths = self._unpad(taps)
+        is_seen = self.generation_config.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False)
+        if is_seen and len(lengths) > 1 and FinishedRows.can_store(self.cache):
+            self.finished = FinishedRows(self.padding)
+        return outputs, taps, lengths, past
+
+    def check_continues(self, anchors: torch.Tensor) -> None:
+        """Refuse a recurrent target that cannot verify several tokens at once; `anchors` is (B, 1).
+
+        Raises:
+            ValueError: If several tokens at once give other logits than one at a time.
+        """
+        if self.recurrent is not None:
+            check_multi_token_forward(self, anchors)
+
+    def verify(self, block_ids: torch.Tensor, tree: Tree | None = None) -> Any:
+        """Run anchor and candidates (B, W), a chain or a tree, behind the cache; logits (B, W, V)."""
+        batch_size, width = block_ids.shape
+        kwargs = {
+            key: value for key, value in self.model_kwargs.items() if key not in ("attention_mask", "position_ids")
+        }
+        kwargs[CACHE_KEY] = self.cache
+        kwargs["attention_mask"] = self._extended_mask(width)
+        if self.last_position is not None:
+            device = self.last_position.device
+            depth = torch.arange(width, device=device) if tree is None else tree.depths.to(device)
+            kwargs["position_ids"] = self.last_position + 1 + depth
+        if tree is not None:
+            kwargs["attention_mask"] = self._tree_mask(tree)
+        self._extend_token_types(kwargs, batch_size, width)
+        inputs = self.target.prepare_inputs_for_generation(block_ids, **kwargs)
+        inputs["output_hidden_states"] = self.hidden_state_selection
+        if "logits_to_keep" in inputs:  # some models set it themselves, to the one position that decoding needs
+            inputs["logits_to_keep"] = width
+        if self.recurrent is not None:
+            self.recurrent.save()
+        outputs = self.target(**inputs, return_dict=True)
+        self.length += width
+        return outputs
+
+    def taps(self, outputs: Any) -> torch.Tensor:
+        """The tapped layer outputs of a forward, concatenated: (B, W, L * H)."""
+        return tapped_states(self.target, outputs, self.target_layer_ids)
+
+    def keep(self, counts: Sequence[int], width: int, order: torch.Tensor | None = None) -> None:
+        """Keep the first `counts[b]` of the `width` tokens of the last verification, of every row.
+
+        `order` (B, W) says in which order they count: a tree's kept path first.
+        """
+        if order is not None:
+            reorder_last(self.cache, order[:, : max(counts)], width)
+        if self.recurrent is not None:
+            self.recurrent.keep(counts, width)
+        most = max(counts)
+        if min(counts) == most:
+            crop(self.cache, width - most)
+            self.length += most - width
+            if self.attention_mask is not None:
+                self.attention_mask = self._extended_mask(most)
+        else:
+            self._keep_ragged(counts, width)
+        if self.last_position is not None:
+            if min(counts) == most:
+                self.last_position = self.last_position + most
+            else:
+                added = torch.tensor(counts, device=self.last_position.device)[:, None]
+                self.last_position = self.last_position + added
+
+    def restore_rows(self) -> None:
+        """Give the caller's cache the rows back that have left it."""
+        if self.finished is not None:
+            self.finished.restore(self.cache, [self.length - padding for padding in self.padding])
+
+    def close(self) -> None:
+        """Leave no trace on the target and its cache, which stands for all tokens but the last."""
+        if self.recurrent is not None:
+            self.recurrent.close()
+        for layer in self.cache.layers if self.cache is not None else ():
+            if getattr(layer, "record_past", False):
+                layer.record_past = False
+
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Let the other rows leave: they are neither verified nor stored from now on."""
+        if self.finished is not None:
+            self.finished.select_rows(self.cache, rows, [self.length - padding for padding in self.padding])
+        index = torch.tensor(rows, device=self.target.device)
+        self.cache.reorder_cache(index)
+        if self.attention_mask is not None:
+            self.attention_mask = self.attention_mask[index.to(self.attention_mask.device)]
+        if self.last_position is not None:
+            self.last_position = self.last_position.index_select(-2, index.to(self.last_position.device))
+        self.padding = [self.padding[row] for row in rows]
+        spare = min(self.padding)
+        if spare and can_realign(self.cache):
+            self._realign([0] * len(rows), self.length - spare)
+
+    def _keep_ragged(self, counts: Sequence[int], width: int) -> None:
+        removed = [width - count for count in counts]
+        padding = [pad + max(counts) - count for pad, count in zip(self.padding, counts, strict=True)]
+        self.attention_mask = self._extended_mask(width, required=True)
+        spare = min(padding)
+        self.padding = padding
+        self._realign(removed, self.length - min(removed) - spare)
+
+    def _realign(self, removed: list[int], new_length: int) -> None:
+        """Move every row to the right edge of `new_length` columns, in the cache and in the mask."""
+        offset = torch.tensor(removed, device=self.target.device)
+        realign(self.cache, offset, new_length)
+        columns = self.attention_mask.shape[1]
+        device = self.attention_mask.device
+        index = torch.arange(columns - new_length, columns, device=device) - offset[:, None].to(device)
+        self.attention_mask = self.attention_mask.gather(1, index.clamp_min(0)) * (index >= 0)
+        spare = min(self.padding)
+        self.padding = [pad - spare for pad in self.padding]
+        self.length = new_length
+
+    def _extended_mask(self, width: int, required: bool = False) -> torch.Tensor | None:
+        """The mask (B, S + W) once `width` more tokens are there; `None` where nothing is masked."""
+        mask = self.attention_mask
+        if mask is None:
+            if not required:
+                return None
+            return torch.ones(len(self.padding), self.length, dtype=torch.long, device=self.target.device)
+        return torch.cat([mask, mask.new_ones(mask.shape[0], width)], dim=1)
+
+    def _tree_mask(self, tree: Tree) -> Any:
+        """The ancestors-only mask in the form that the target takes: one, or one per layer type."""
+        implementation = self.target.config.get_text_config(decoder=True)._attn_implementation
+        windows = {getattr(layer, "sliding_window", None) for layer in self.cache.layers}
+        masks = {
+            "full_attention" if window is None else "sliding_attention": to_attention_mask(
+                tree_visibility(tree.ancestors, tree.depths, self.attention_mask, self.length, window),
+                implementation,
+                self.target.dtype,
+            )
+            for window in windows
+        }
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _extend_token_types(self, kwargs: dict[str, Any], batch_size: int, width: int) -> None:
+        """Candidates are text: token types repeat the last one, multimodal types are zero (as `generate` does)."""
+        for key in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
+            types = kwargs.get(key)
+            if types is not None:
+                last = types[:batch_size, -1:] if key == "token_type_ids" else types.new_zeros(batch_size, 1)
+                kwargs[key] = last.expand(-1, width)
+
+    def _cached_length(self) -> int:
+        if self.cache is None or all(self.cache.is_linear):
+            return 0
+        return int(self.cache.get_seq_length())
+
+    def _unpad(self, taps: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        """Move every row's real tokens to the front; the draft's cache is aligned on the left."""
+        batch_size, num_tokens = taps.shape[:2]
+        self.padding = [0] * batch_size
+        if self.attention_mask is None:
+            return taps, [num_tokens] * batch_size
+        real = self.attention_mask.bool()  # (B, S)
+        self.padding = real.long().argmax(dim=1).tolist()
+        real = real[:, -num_tokens:]
+        order = (~real).to(torch.uint8).argsort(dim=1, stable=True).to(taps.device)
+        lengths = real.sum(dim=1).tolist()
+        return taps.gather(1, order[..., None].expand_as(taps)), lengths
+
+
+def tapped_states(target: Any, outputs: Any, layer_ids: Sequence[int]) -> torch.Tensor:
+    """Concatenate the tapped layer outputs, (B, S, L * H), wherever the target's layers live."""
+    num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
+    states = layer_outputs(outputs.hidden_states, layer_ids, num_layers)
+    return torch.cat([state.to(states[0].device) for state in states], dim=-1)
+
+
+__all__ = ["TargetRunner", "tapped_states"]
