@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from dflash_hf.cli import build_parser, load_subcommands, main
-from dflash_hf.embedded import default_draft_path, embedded_target_path
+from dflash_hf.embedded import DRAFT_NAME, default_draft_path, embedded_target_path
 from helpers import ROOT, greedy
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -62,3 +63,14 @@ def test_files_the_readme_names_exist() -> None:
     assert linked and named
     missing = [name for name in linked + named if not any((folder / name).exists() for folder in folders)]
     assert not missing
+
+
+def test_figures_of_the_readme_are_those_of_the_drafts_record() -> None:
+    record = json.loads((ROOT / "drafts" / DRAFT_NAME / "benchmark.json").read_text(encoding="utf-8"))
+    measured = {(row["task"], row["method"]): row for row in record["rows"]}
+    table = re.findall(r"^\| (embedded-\S+) \| (\S+) \| (\S+) \| (\S+) \|$", README, flags=re.MULTILINE)
+    assert len(table) == 4
+    for task, *shown in table:
+        chain, auto = measured[task, "dflash"], measured[task, "dflash-auto"]
+        assert shown == [f"{chain['acceptance_length']:.2f}", f"{chain['speedup']:.2f}", f"{auto['speedup']:.2f}"]
+        assert chain["samples"] >= 9
