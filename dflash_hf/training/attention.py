@@ -56,8 +56,7 @@ def blockwise_attention(
     context_value, block_value = value[:, :, :context_length], value[:, :, context_length:].unflatten(2, blocks)
     # Queries that share a key are rows of one product: (B, M, G, A, K, D).
     query = (query * scaling).unflatten(1, (key.shape[1], -1)).unflatten(3, blocks)
-    to_context = (query.flatten(2, 4) @ context_key.mT).view(*query.shape[:-1], context_length)
-    to_block = by_block(by_block(query).flatten(3, 4) @ block_key.mT, query.shape[2])
+    to_context, to_block = times_context(query, context_key.mT), times_blocks(query, block_key.mT)
     scores = [
         to_context.masked_fill_(~sees_context[:, None, None], torch.finfo(to_context.dtype).min),
         to_block.masked_fill(~sees_block[:, None, None], torch.finfo(to_block.dtype).min),
@@ -66,15 +65,21 @@ def blockwise_attention(
         sinks = s_aux.to(to_context.dtype).view(1, key.shape[1], -1, 1, 1, 1)
         scores.append(sinks.expand(*to_context.shape[:-1], 1))
     weights = nn.functional.dropout(torch.cat(scores, -1).softmax(-1), dropout, module.training)
-    context_weights, block_weights = weights[..., :context_length], weights[..., context_length:][..., : blocks[1]]
-    output = (context_weights.flatten(2, 4) @ context_value).view_as(query)
-    output = output + by_block(by_block(block_weights).flatten(3, 4) @ block_value, query.shape[2])
+    end = context_length + blocks[1]
+    output = times_context(weights[..., :context_length], context_value)
+    output = output + times_blocks(weights[..., context_length:end], block_value)
     return output.flatten(3, 4).flatten(1, 2).transpose(1, 2), None
 
 
-def by_block(rows: torch.Tensor, group: int | None = None) -> torch.Tensor:
-    """(B, M, G, A, K, X) as (B, M, A, G, K, X); given G, the flat (B, M, A, G * K, X) back to the first."""
-    return (rows if group is None else rows.unflatten(3, (group, -1))).transpose(2, 3)
+def times_context(rows: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+    """(B, M, G, A, K, Y) from rows (B, M, G, A, K, X), all of them times the context's (B, M, X, Y)."""
+    return (rows.flatten(2, 4) @ context).unflatten(2, rows.shape[2:5])
+
+
+def times_blocks(rows: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """(B, M, G, A, K, Y) from rows (B, M, G, A, K, X), each times its own block's of (B, M, A, X, Y)."""
+    product = rows.transpose(2, 3).flatten(3, 4) @ blocks
+    return product.unflatten(3, (rows.shape[2], rows.shape[4])).transpose(2, 3)
 
 
 AttentionInterface.register(BLOCKWISE, blockwise_attention)

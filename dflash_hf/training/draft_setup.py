@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoints.loading import SPECIAL_TOKENS
 from ..configuration_dflash import DFlashConfig, default_target_layer_ids
 from ..modeling_dflash import Qwen3DFlashForDraft
 from .target import decoder_layers
@@ -61,7 +62,7 @@ def draft_config_for(
             "final_logit_softcapping": getattr(text, "final_logit_softcapping", None),
             "tie_word_embeddings": False,
             # A text-generation pipeline wants the assistant's to be the target's.
-            **{name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+            **{name: getattr(text, name, None) for name in SPECIAL_TOKENS},
             **fields,
         }
     )

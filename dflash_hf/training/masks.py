@@ -74,18 +74,9 @@ def block_visibility(
     return sees_context, sees_block
 
 
-def dense_visibility(
-    anchors: torch.Tensor,
-    context_length: int,
-    block_size: int,
-    window: int | None,
-    is_causal: bool,
-    window_from_anchor: bool = False,
-) -> torch.Tensor:
-    """The same with all blocks as keys, (B, A * K, S + A * K)."""
-    sees_context, sees_block = block_visibility(
-        anchors, context_length, block_size, window, is_causal, window_from_anchor
-    )
+def dense_visibility(anchors: torch.Tensor, context_length: int, block_size: int, **rules: Any) -> torch.Tensor:
+    """The same with all blocks as keys, (B, A * K, S + A * K); `rules` as there."""
+    sees_context, sees_block = block_visibility(anchors, context_length, block_size, **rules)
     num_blocks = anchors.shape[1]
     is_own = torch.eye(num_blocks, dtype=torch.bool, device=anchors.device)[:, None, :, None]  # (A, 1, A, 1)
     blocks = (sees_block[:, :, :, None, :] & is_own).flatten(3)  # (B, A, K, A * K)
