@@ -6,7 +6,8 @@
     draft = AutoModel.from_pretrained("path/of/a/draft")
     target.generate(**inputs, assistant_model=draft)
 
-Importing the package makes drafts known to `AutoConfig` and `AutoModel` and hooks `generate`.
+Importing the package makes drafts known to `AutoConfig` and `AutoModel`; the first
+draft that is made hooks `generate`.
 """
 
 import importlib
@@ -39,13 +40,7 @@ def __getattr__(name: str) -> Any:
 
 def register() -> None:
     """Make `model_type: dflash` known to `AutoConfig` and `AutoModel`. The import of the package does it."""
-    from transformers import AutoConfig, AutoModel
-
-    from .configuration_dflash import DFlashConfig
-    from .modeling_dflash import Qwen3DFlashForDraft
-
-    AutoConfig.register(DFlashConfig.model_type, DFlashConfig, exist_ok=True)
-    AutoModel.register(DFlashConfig, Qwen3DFlashForDraft, exist_ok=True)
+    importlib.import_module(".registration", __name__).register()
 
 
 # The command line answers `--help` before torch is loaded; it registers when it runs a command.

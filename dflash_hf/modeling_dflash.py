@@ -412,6 +412,11 @@ class Qwen3DFlashForDraft(DraftProtocol, DraftRepository, Qwen3PreTrainedModel):
         whole[..., self.draft_token_ids] = scores
         return whole
 
+    @classmethod
+    def can_generate(cls) -> bool:
+        """`True`: a draft has a generation config, and `pipeline` gets as far as `generate`, which explains itself."""
+        return True
+
     def generate(self, *args: Any, **kwargs: Any) -> None:
         """A draft cannot generate alone.
 

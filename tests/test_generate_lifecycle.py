@@ -718,6 +718,16 @@ def test_pipeline_takes_a_draft_made_for_the_target_without_more_ado(made_by, tm
     assert calls
 
 
+def test_pipeline_with_a_draft_for_its_model_says_how_to_use_it():
+    """Case L09: nothing about an attribute that is missing somewhere in Transformers."""
+    draft = tiny_draft(shared_target(), **SPECIAL_TOKENS)
+    pipe = pipeline("text-generation", model=draft, tokenizer=letter_tokenizer())
+    with pytest.raises(
+        ValueError, match=r"cannot generate alone.*target\.generate\(\*\*inputs, assistant_model=draft\)"
+    ):
+        pipe("abcQ7")
+
+
 def test_pipeline_takes_the_draft_for_a_batch():
     target, tokenizer = tiny_target(), letter_tokenizer()
     options = {"max_new_tokens": 12, "do_sample": False, "batch_size": 3}

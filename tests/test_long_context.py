@@ -65,7 +65,33 @@ def test_context_length_of_the_call_goes_before_the_drafts_own(qwen3: Any, cache
     assert columns(made[0]) == [12 + BLOCK] * 2
 
 
-@pytest.mark.parametrize("value", [0, 1.5, "all"])
+def test_bound_far_beyond_the_text_costs_nothing(qwen3: Any, caches: Any) -> None:
+    draft = tiny_draft(qwen3)
+    draft.generation_config.draft_context_length = 10**9
+    made = caches(draft)
+    qwen3.generate(random_prompt(70), assistant_model=draft, max_new_tokens=8, do_sample=False)
+    assert max(columns(made[0])) < 4 * 70
+
+
+def test_window_fills_little_by_little_and_then_wraps(qwen3: Any, caches: Any) -> None:
+    """The buffer doubles from 64 columns to the bound of 150, then the newest overwrites the oldest."""
+    draft = tiny_draft(qwen3)
+    draft.generation_config.draft_context_length = 150
+    made = caches(draft)
+    sizes = set()
+    original = draft.forward
+
+    def watching(*args: Any, **kwargs: Any) -> Any:
+        outputs = original(*args, **kwargs)
+        sizes.update(columns(made[0]))
+        return outputs
+
+    draft.forward = watching
+    qwen3.generate(random_prompt(3), assistant_model=draft, max_new_tokens=200, do_sample=False)
+    assert sizes == {64 + BLOCK, 128 + BLOCK, 150 + BLOCK}
+
+
+@pytest.mark.parametrize("value", [0, 1.5, "all", True])
 def test_context_length_that_is_no_number_of_tokens_is_refused(qwen3: Any, value: Any) -> None:
     draft = tiny_draft(qwen3)
     draft.generation_config.draft_context_length = value
@@ -75,19 +101,19 @@ def test_context_length_that_is_no_number_of_tokens_is_refused(qwen3: Any, value
 
 @torch.no_grad()
 @pytest.mark.parametrize("fields", [{}, ALL_SLIDING, {**SLIDING, "is_causal": False}], ids=["full", "window", "mixed"])
-@pytest.mark.parametrize("bound", [1, 5, 16, None])
+@pytest.mark.parametrize("bound", [1, 5, 16, 66, 150, None])
 def test_kept_context_gives_what_a_forward_over_it_gives(
     qwen3: Any, fields: dict[str, Any], bound: int | None
 ) -> None:
     """Rounds of different lengths through the cache, each against one forward over the last tokens without one."""
     draft = tiny_draft(qwen3, **fields)
     drafter = Drafter(draft, qwen3.get_input_embeddings(), qwen3.get_output_embeddings(), bound)
-    text = random_prompt(80)
+    text = random_prompt(200)
     hidden_states = qwen3(text, output_hidden_states=True).hidden_states
     taps = torch.cat([hidden_states[tap + 1] for tap in draft.config.target_layer_ids], dim=-1)
     drafter.begin(1, 0)
     seen = 0
-    for count in (30, 1, 4, 2, 20, 3, 3, 1, 4):
+    for count in (30, 1, 4, 2, 20, 3, 3, 1, 4, 1, 40, 3, 4, 30, 2, 4, 25, 3):
         drafter.observe(taps[:, seen : seen + count], [count])
         seen += count
         logits = drafter.block_logits(text[:, seen : seen + 1], BLOCK)

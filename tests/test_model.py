@@ -581,7 +581,6 @@ def test_draft_does_not_generate_alone(a_target):
         ValueError, match=r"cannot generate alone.*target\.generate\(\*\*inputs, assistant_model=draft\)"
     ):
         draft.generate(torch.tensor([[1, 2]]), max_new_tokens=3)
-    assert not draft.can_generate()
 
 
 # --- embedding and head

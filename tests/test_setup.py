@@ -98,6 +98,12 @@ print(type(AutoModel.from_config(config)) is dflash_hf.Qwen3DFlashForDraft)
     assert printed(code).strip() == "True"
 
 
+def test_import_leaves_the_model_code_until_a_draft_is_made():
+    loaded = printed("import dflash_hf, sys; print(*sys.modules)").split()
+    assert "dflash_hf.configuration_dflash" in loaded
+    assert not {"dflash_hf.modeling_dflash", "transformers.models.qwen3.modeling_qwen3"} & set(loaded)
+
+
 def _public_definitions(path: Path) -> list[tuple[str, ast.AST]]:
     """The module, its public functions and its public classes, with their names."""
     tree = ast.parse(path.read_text())

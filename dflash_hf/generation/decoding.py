@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from .compat import get_cache
 from .drafting import Drafter
+from .inference import inference_mode_if_private, ordinary_tensors
 from .processors import BlockProcessor
 from .proposals import Proposal, Proposer
 from .rollback import why_not_croppable
@@ -110,6 +111,7 @@ class DecodingLoop:
         model_kwargs: dict[str, Any],
     ):
         self.target = target
+        self.generation_config = generation_config
         self.do_sample = generation_config.do_sample
         self.settings = DraftSettings.read(draft, generation_config)
         self.processor = BlockProcessor(logits_processor, input_ids.shape[0])
@@ -125,8 +127,24 @@ class DecodingLoop:
         self.rows = list(range(input_ids.shape[0]))  # rows still running
 
     def run(self, streamer: Any, synced_gpus: bool) -> Any:
-        """Prefill, then rounds until every row has stopped."""
+        """Generate until every row has stopped, and return what `generate` does."""
         self.streamer = streamer
+        with inference_mode_if_private(
+            self.target,
+            self.drafter.draft,
+            self.runner.cache,
+            self.generation_config,
+            self.processor,
+            self.stop_rule,
+            synced_gpus,
+        ):
+            self._generate(synced_gpus)
+        if streamer is not None:
+            streamer.end()
+        return self.sequences.output(self.runner.cache)
+
+    def _generate(self, synced_gpus: bool) -> None:
+        """Prefill, then rounds until every row has stopped."""
         try:
             self._prefill()
             device = self.sequences.buffer.device
@@ -139,9 +157,6 @@ class DecodingLoop:
         finally:
             self.runner.close()
         self.runner.restore_rows()
-        if streamer is not None:
-            streamer.end()
-        return self.sequences.output(self.runner.cache)
 
     def _prefill(self) -> None:
         """Run the prompt and commit the token that follows it; it belongs to no round."""
@@ -263,8 +278,9 @@ class DecodingLoop:
         sequences.append(row, tokens[:count])
         sequences.trim_scores(row)
         if self.streamer is not None:
-            for token in tokens[:count]:
-                self.streamer.put(torch.tensor([token]))
+            with ordinary_tensors():
+                for token in tokens[:count]:
+                    self.streamer.put(torch.tensor([token]))
         return count, stops
 
     def _leave(self, still_running: list[int]) -> None:

@@ -131,7 +131,10 @@ class Sequences:
         column = torch.arange(end, device=self.buffer.device)
         limit = torch.tensor(self.lengths, device=self.buffer.device)[:, None]
         ids = self.buffer[:, :end]
-        ids = ids if min(self.lengths) == end else torch.where(column < limit, ids, self.pad_token_id)
+        if min(self.lengths) < end:
+            ids = torch.where(column < limit, ids, self.pad_token_id)
+        elif ids.is_inference():  # made in a private call, which has ended
+            ids = ids.clone()
         if not self.returns_dict:
             return ids
         return DFlashGenerateOutput(

@@ -60,35 +60,39 @@ class DraftSettings:
             is_adaptive="auto" in (tree_budget, knob("num_assistant_tokens_schedule", None)),
             costs=knob("draft_costs", None),
         )
-        if not isinstance(settings.num_proposals, int) or not 0 <= settings.num_proposals <= most:
+        settings._check(draft)
+        return settings
+
+    def _check(self, draft: Any) -> None:
+        most = draft.config.num_proposals
+        if not _is_count(self.num_proposals) or self.num_proposals > most:
             raise ValueError(
-                f"`num_assistant_tokens` is {settings.num_proposals!r} but the draft was trained with `block_size` "
+                f"`num_assistant_tokens` is {self.num_proposals!r} but the draft was trained with `block_size` "
                 f"{draft.config.block_size}, which proposes at most {most} tokens; set it between 0 and {most}."
             )
-        threshold = settings.confidence_threshold
+        threshold = self.confidence_threshold
         if not isinstance(threshold, (int, float)) or not 0.0 <= threshold <= 1.0:
             raise ValueError(
                 f"`assistant_confidence_threshold` must be a probability from 0 to 1, got {threshold!r}; 0 never cuts "
                 "a block."
             )
-        if not isinstance(settings.tree_budget, int) or settings.tree_budget < 0:
+        if not _is_count(self.tree_budget):
             raise ValueError(
-                f"`draft_tree_budget` must be a number of nodes, 0 for a chain, got {settings.tree_budget!r}; 16 to "
+                f"`draft_tree_budget` must be a number of nodes, 0 for a chain, got {self.tree_budget!r}; 16 to "
                 "64 suits most drafts."
             )
-        context_length = settings.context_length
-        if context_length is not None and (not isinstance(context_length, int) or context_length < 1):
+        context_length = self.context_length
+        if context_length is not None and not (_is_count(context_length) and context_length):
             raise ValueError(
                 f"`draft_context_length` must be at least 1 token, got {context_length!r}; leave it out to keep the "
                 "whole context."
             )
-        if settings.costs is not None and not _are_costs(settings.costs):
+        if self.costs is not None and not _are_costs(self.costs):
             raise ValueError(
                 "`draft_costs` must be two numbers, the cost of drafting a block and of each further verified "
-                f"position relative to a one-token forward of the target, got {settings.costs!r}; leave it out to "
+                f"position relative to a one-token forward of the target, got {self.costs!r}; leave it out to "
                 "measure them."
             )
-        return settings
 
     def policy(self, do_sample: bool) -> WidthPolicy | None:
         """A fresh policy where the width is chosen each round. It measures with a clock unless runs must repeat."""
@@ -96,6 +100,10 @@ class DraftSettings:
             return None
         must_repeat = do_sample or torch.are_deterministic_algorithms_enabled()
         return WidthPolicy(self.costs or (USUAL_COSTS if must_repeat else None))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _are_costs(value: Any) -> bool:
