@@ -5,6 +5,7 @@ Shapes: B batch, S context, V vocabulary.
 
 from __future__ import annotations
 
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -12,8 +13,12 @@ import torch
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from dflash_hf.generation.compat import CACHE_KEY
+from dflash_hf.evaluation.stopwatch import Stopwatch
+from dflash_hf.evaluation.timing import Recorder, clock_for
+from dflash_hf.evaluation.trace import loops_watched
+from dflash_hf.generation.compat import CACHE_KEY, get_cache
 from helpers import greedy, left_padded, random_prompt, tiny_draft, tiny_target
+from hybrid_targets import hybrid_target
 
 NTK = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}  # its rotary embedding keeps what a forward made
 
@@ -80,14 +85,15 @@ class Never:
 @pytest.mark.parametrize(
     "options",
     [
-        {"return_dict_in_generate": True},
+        {"return_dict_in_generate": True, "output_scores": True},
+        {"return_dict_in_generate": True, "output_hidden_states": True},
         {CACHE_KEY: DynamicCache},
         {"cache_implementation": "static"},
         {"logits_processor": LogitsProcessorList([Halving()])},
         {"prefix_allowed_tokens_fn": lambda row, ids: list(range(20))},
         {"stopping_criteria": StoppingCriteriaList([Never()])},
     ],
-    ids=["output", "cache of the caller's", "cache that is kept", "processor", "constraint", "criterion"],
+    ids=["scores", "states", "cache of the caller's", "cache that is kept", "processor", "constraint", "criterion"],
 )
 def test_call_that_shows_its_tensors_does_not(options):
     target = tiny_target()
@@ -113,10 +119,45 @@ def test_states_caught_by_a_hook_can_be_trained_on():
     assert probe.weight.grad.abs().sum() > 0
 
 
+def test_hook_that_says_it_keeps_nothing_changes_nothing():
+    def hook(module, args, output):
+        assert output is not None
+
+    hook.keeps_no_tensors = True
+    target = tiny_target()
+    target.register_forward_hook(hook)
+    assert modes_in(target, tiny_draft(target)) == {True}
+
+
+def test_being_timed_changes_nothing():
+    target = tiny_target()
+    draft = tiny_draft(target)
+    modules = {"target": target, "draft": draft, "head": target.get_output_embeddings()}
+    with Recorder(clock_for(target.device), modules):
+        assert modes_in(target, draft) == {True}
+    stopwatch = Stopwatch(time.perf_counter)
+    with loops_watched(draft, stopwatch.watching):
+        assert modes_in(target, draft) == {True}
+
+
+@pytest.mark.parametrize("make_target", [tiny_target, lambda: hybrid_target("lfm2")], ids=["dense", "hybrid"])
+def test_returned_cache_can_be_continued_in_training(make_target):
+    target = make_target()
+    prompt = random_prompt(6)
+    with modes_of(target) as modes:
+        output = target.generate(
+            prompt, assistant_model=tiny_draft(target), max_new_tokens=9, do_sample=False, return_dict_in_generate=True
+        )
+    assert set(modes) == {True}
+    inputs = {"input_ids": output.sequences[:, -1:], CACHE_KEY: get_cache(output), "use_cache": True}
+    target(**inputs).logits.sum().backward()
+    assert target.get_input_embeddings().weight.grad is not None
+
+
 def test_mode_of_the_caller_stays_on():
     target = tiny_target()
     with torch.inference_mode():
-        assert modes_in(target, tiny_draft(target), return_dict_in_generate=True) == {True}
+        assert modes_in(target, tiny_draft(target), return_dict_in_generate=True, output_scores=True) == {True}
         assert torch.is_inference_mode_enabled()
 
 

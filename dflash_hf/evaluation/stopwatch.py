@@ -69,7 +69,7 @@ class Stopwatch:
         handles = []
         for module, part in ((draft, "draft forward"), (target, "verification forward")):
             handles.append(module.register_forward_pre_hook(self._enter_hook(part), with_kwargs=True))
-            handles.append(module.register_forward_hook(lambda *_: self._leave()))
+            handles.append(module.register_forward_hook(self._leave_hook))
         try:
             yield
         finally:
@@ -103,7 +103,13 @@ class Stopwatch:
                 self.rounds[-1].width = kwargs["input_ids"].shape[1]
             self._enter(part)
 
+        hook.keeps_no_tensors = True  # type: ignore[attr-defined]  # being watched must not change how a call runs
         return hook
+
+    def _leave_hook(self, module: Any, args: Any, output: Any) -> None:
+        self._leave()
+
+    _leave_hook.keeps_no_tensors = True  # type: ignore[attr-defined]
 
     def _begin_round(self) -> None:
         self.rounds.append(RoundTime())

@@ -136,12 +136,15 @@ class Recorder(BaseStreamer):
         def hook(module: Any, args: Any, kwargs: Any) -> None:
             self.open.append((name, self.clock.mark() if not self.open else None, _width(args, kwargs)))
 
+        hook.keeps_no_tensors = True  # type: ignore[attr-defined]  # being watched must not change how a call runs
         return hook
 
     def _leaving(self, module: Any, args: Any, output: Any) -> None:
         name, start, width = self.open.pop()
         if not self.open:
             self.log.append(Span(name, start, self.clock.mark(), width))
+
+    _leaving.keeps_no_tensors = True  # type: ignore[attr-defined]
 
     def put(self, value: Any) -> None:
         """A delivery; the first is the prompt."""

@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from .compat import get_cache
 from .drafting import Drafter
-from .inference import inference_mode_if_private, ordinary_tensors
+from .inference import inference_mode_if_private, make_ordinary, ordinary_tensors
 from .processors import BlockProcessor
 from .proposals import Proposal, Proposer
 from .rollback import why_not_croppable
@@ -111,7 +111,6 @@ class DecodingLoop:
         model_kwargs: dict[str, Any],
     ):
         self.target = target
-        self.generation_config = generation_config
         self.do_sample = generation_config.do_sample
         self.settings = DraftSettings.read(draft, generation_config)
         self.processor = BlockProcessor(logits_processor, input_ids.shape[0])
@@ -133,7 +132,7 @@ class DecodingLoop:
             self.target,
             self.drafter.draft,
             self.runner.cache,
-            self.generation_config,
+            self.sequences,
             self.processor,
             self.stop_rule,
             synced_gpus,
@@ -141,6 +140,8 @@ class DecodingLoop:
             self._generate(synced_gpus)
         if streamer is not None:
             streamer.end()
+        if self.sequences.returns_dict:
+            make_ordinary(self.runner.cache)
         return self.sequences.output(self.runner.cache)
 
     def _generate(self, synced_gpus: bool) -> None:

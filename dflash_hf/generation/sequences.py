@@ -69,6 +69,12 @@ class Sequences:
         return torch.stack([self.buffer[row, self.lengths[row] - 1 : self.lengths[row]] for row in rows])
 
     @property
+    def records_tensors(self) -> bool:
+        """Whether the output will hold any tensors but ids and the cache."""
+        records = (self.scores, self.logits, self.hidden_states, self.attentions)
+        return any(record is not None for record in records)
+
+    @property
     def keeps_scores(self) -> bool:
         """Whether `record_scores` has anything to do."""
         return self.scores is not None or self.logits is not None
