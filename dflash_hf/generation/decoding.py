@@ -79,7 +79,9 @@ def why_not_drafted(
     streamer: Any = None,
 ) -> str | None:
     """Why a call cannot be drafted without changing its result; `None` if it can."""
-    if cache is not None and (reason := why_not_croppable(cache)):
+    if cache is None:
+        return "the target makes a cache of its own kind, from which tokens may not be taken back"
+    if reason := why_not_croppable(cache):
         return reason
     if input_ids.shape[0] == 1:
         return None
@@ -124,6 +126,7 @@ class DecodingLoop:
         self.proposer = Proposer(self.drafter, self.processor, self.settings, self.do_sample)
         self.tree_budget = 0  # decided after the prefill
         self.rows = list(range(input_ids.shape[0]))  # rows still running
+        self.num_shown = 1  # of a round's tokens, what the caller's code has been shown
 
     def run(self, streamer: Any, synced_gpus: bool) -> Any:
         """Generate until every row has stopped, and return what `generate` does."""
@@ -191,6 +194,8 @@ class DecodingLoop:
         """Draft, verify, commit (the design's round, arXiv 2602.06036, section 3)."""
         anchors = self.sequences.anchors(self.rows)
         remaining = self.stop_rule.max_length - max(self.sequences.lengths[row] for row in self.rows)
+        if (most := self.runner.most_tokens()) is not None:
+            remaining = min(remaining, most)
         prefixes = [self.sequences.prefix(row) for row in self.rows]
         proposal = self.proposer.propose(self.rows, prefixes, anchors, remaining, self.tree_budget)
         outputs = self.runner.verify(torch.cat([anchors, proposal.tokens], dim=1), proposal.tree)
@@ -198,7 +203,31 @@ class DecodingLoop:
 
     def _commit(self, outputs: Any, logits: torch.Tensor, proposal: Proposal, is_round: bool) -> None:
         """Accept, append up to where a row stops, roll the caches back to what was kept, let stopped rows leave."""
-        verdict, scores = self._accept(logits, proposal)
+        verdict = None
+        self.num_shown = 1
+        try:
+            verdict, scores = self._accept(logits, proposal)
+            counts, still_running = self._commit_rows(outputs, logits, scores, verdict, is_round)
+        except BaseException:
+            if is_round:
+                self._abandon(proposal, verdict)
+            raise
+        if is_round:
+            self.proposer.learn(proposal, counts)
+            taps = self.runner.taps(outputs)
+            del outputs
+            if verdict.order is not None:
+                taps = _in_order(taps, verdict.order[:, : max(counts)])
+            # A row that stops short leaves; where rows cannot be ragged, the cache keeps it level with the others.
+            kept = counts if self.runner.can_be_ragged else [max(counts)] * len(counts)
+            self.runner.keep(kept, proposal.width, verdict.order)
+            self.drafter.observe(taps[:, : max(counts)], counts)
+        self._leave(still_running)
+
+    def _commit_rows(
+        self, outputs: Any, logits: torch.Tensor, scores: torch.Tensor, verdict: Verdict, is_round: bool
+    ) -> tuple[list[int], list[int]]:
+        """Append what was accepted; returns how many tokens each row got, and which rows go on."""
         if verdict.order is not None and self.sequences.keeps_scores:
             logits, scores = _in_order(logits, verdict.order), _in_order(scores, verdict.order)
         committed = verdict.to_host()
@@ -213,17 +242,16 @@ class DecodingLoop:
                 self.sequences.acceptance_lengths[self.rows[index]].append(count)
             if not stops:
                 still_running.append(index)
-        if is_round:
-            self.proposer.learn(proposal, counts)
-            taps = self.runner.taps(outputs)
-            del outputs
-            if verdict.order is not None:
-                taps = _in_order(taps, verdict.order[:, : max(counts)])
-            # A row that stops short leaves; where rows cannot be ragged, the cache keeps it level with the others.
-            kept = counts if self.runner.can_be_ragged else [max(counts)] * len(counts)
-            self.runner.keep(kept, proposal.width, verdict.order)
-            self.drafter.observe(taps[:, : max(counts)], counts)
-        self._leave(still_running)
+        return counts, still_running
+
+    def _abandon(self, proposal: Proposal, verdict: Verdict | None) -> None:
+        """The caller's code has raised: leave the cache as one-by-one decoding would have left it there.
+
+        It then stands for all tokens but the last that was shown; in a batch, for those before this round.
+        """
+        kept = [self.num_shown if len(self.rows) == 1 else 1] * len(self.rows)
+        self.runner.keep(kept, proposal.width, None if verdict is None else verdict.order)
+        self.runner.restore_rows()
 
     def _accept(self, logits: torch.Tensor, proposal: Proposal) -> tuple[Verdict, torch.Tensor]:
         """The verdict, and the processed scores (B, W or fewer, V) that it was reached on."""
@@ -248,6 +276,7 @@ class DecodingLoop:
         seen: list[torch.Tensor] = []
 
         def score_at(step: int) -> torch.Tensor:
+            self.num_shown = step + 1
             context = torch.cat([prefix, proposal.tokens[:, :step]], dim=1)
             seen.append(self.processor.one(0, context, logits[:, step]))
             return seen[-1]
@@ -271,18 +300,25 @@ class DecodingLoop:
         count, stops = self.stop_rule.committed(
             sequences.lengths[row],
             tokens,
-            lambda n: sequences.prefix(row, tokens[:n]),
+            lambda n: self._shown(row, tokens[:n]),
             lambda n: sequences.scores_at(row, n),
         )
         positions = range(count) if order is None else order[index, :count].tolist()
+        self.processor.raise_errors(index, positions)
         sequences.record_states(row, index, outputs, positions, self.runner.cache)
         sequences.append(row, tokens[:count])
         sequences.trim_scores(row)
         if self.streamer is not None:
             with ordinary_tensors():
-                for token in tokens[:count]:
+                for number, token in enumerate(tokens[:count], start=1):
+                    self.num_shown = number
                     self.streamer.put(torch.tensor([token]))
         return count, stops
+
+    def _shown(self, row: int, tokens: Sequence[int]) -> torch.Tensor:
+        """The ids (1, length) that a criterion judges after some of this round's tokens."""
+        self.num_shown = len(tokens)
+        return self.sequences.prefix(row, tokens)
 
     def _leave(self, still_running: list[int]) -> None:
         """Let stopped rows go: they are neither drafted for, nor verified, nor stored from now on."""
@@ -291,7 +327,9 @@ class DecodingLoop:
         self.last_rows = self.rows
         self.rows = [self.rows[index] for index in still_running]
         if self.rows:
-            self.runner.select_rows(still_running)
+            end = self.stop_rule.max_length
+            ends_early = any(self.sequences.lengths[row] < end for row in self.last_rows if row not in self.rows)
+            self.runner.select_rows(still_running, self.sequences.anchors(self.last_rows) if ends_early else None)
             self.drafter.select_rows(still_running)
 
     def _keep_peers_company(self) -> None:

@@ -134,7 +134,7 @@ def choose_candidates(
             contexts = [
                 torch.cat([prefix, *[t[i : i + 1] for t in tokens[1:]]], dim=1) for i, prefix in enumerate(prefixes)
             ]
-            scores = torch.cat([processor.one(row, contexts[i], scores[i : i + 1]) for i, row in enumerate(rows)])
+            scores = torch.cat([processor.guess(row, contexts[i], scores[i : i + 1]) for i, row in enumerate(rows)])
         token, prob = _choose(scores[:, None], do_sample)
         tokens.append(token)
         probs.append(prob)

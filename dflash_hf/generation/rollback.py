@@ -7,6 +7,7 @@ wide as its longest row. Recurrent layers have no columns to crop; `recurrent` r
 Shapes: B batch, G key/value heads, T cached columns, W verified positions, D head size.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -37,8 +38,16 @@ def can_realign(cache: Any) -> bool:
     return all(type(layer) in REALIGNABLE for layer in cache.layers)
 
 
+def free_columns(cache: Any) -> int:
+    """How many more tokens fit into a cache; static layers end somewhere."""
+    static = [layer for layer in cache.layers if isinstance(layer, cu.StaticLayer) and has_columns(layer)]
+    return min((layer.max_cache_len - int(layer.cumulative_length) for layer in static), default=sys.maxsize)
+
+
 def why_not_croppable(cache: Any) -> str | None:
     """Why tokens cannot be taken back from this cache; `None` if they can."""
+    if vars(type(cache)).get("is_croppable") is False:  # it keeps more than its layers do
+        return f"a {type(cache).__name__} cannot take tokens back"
     for layer in cache.layers:
         if type(layer) in REALIGNABLE or type(layer) is cu.StaticLayer:
             continue
@@ -113,21 +122,32 @@ def _take_columns(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 class ColumnSnapshot:
-    """The columns of a dynamic cache as they stand; forwards replace its tensors and never write into them."""
+    """The columns of a cache as they stand.
+
+    Forwards replace the tensors of dynamic layers and never write into them. Into those of static layers they write
+    behind what is there, and count in place.
+    """
+
+    ATTRIBUTES = ("keys", "values", "cumulative_length", "cumulative_length_int")
 
     def __init__(self, cache: Any):
         self.saved = [
-            (layer, layer.keys, layer.values, getattr(layer, "cumulative_length", None))
+            (layer, {name: vars(layer)[name] for name in self.ATTRIBUTES if name in vars(layer)}, self._count(layer))
             for layer in cache.layers
             if has_columns(layer)
         ]
 
+    @staticmethod
+    def _count(layer: Any) -> torch.Tensor | None:
+        count = getattr(layer, "cumulative_length", None)
+        return count.clone() if isinstance(count, torch.Tensor) else None
+
     def restore(self) -> None:
         """Put the columns back."""
-        for layer, keys, values, cumulative_length in self.saved:
-            layer.keys, layer.values = keys, values
-            if cumulative_length is not None:
-                layer.cumulative_length = cumulative_length
+        for layer, attributes, count in self.saved:
+            vars(layer).update(attributes)
+            if count is not None:
+                layer.cumulative_length.copy_(count)
 
 
 __all__ = [
@@ -136,6 +156,7 @@ __all__ = [
     "ColumnSnapshot",
     "can_realign",
     "crop",
+    "free_columns",
     "has_columns",
     "realign",
     "record_past",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.cache_utils import StaticLayer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .compat import CACHE_KEY
@@ -124,8 +125,12 @@ class Sequences:
             return tuple(layer[index : index + 1] for layer in layers)
         result = []
         for number, layer in enumerate(layers):
+            cache_layer = cache.layers[number] if number < len(cache.layers) else None
+            if isinstance(cache_layer, StaticLayer):  # all columns of the buffer, as in `generate`
+                result.append(layer[index : index + 1, :, step])
+                continue
             end = layer.shape[-1] - layer.shape[-2] + step.start + 1
-            window = getattr(cache.layers[number], "sliding_window", None) if number < len(cache.layers) else None
+            window = getattr(cache_layer, "sliding_window", None)
             keys = self.lengths[row] + offset if window is None else min(self.lengths[row] + offset, window)
             part = layer[index : index + 1, :, step, max(0, end - keys) : end]
             result.append(torch.nn.functional.pad(part, (keys - part.shape[-1], 0)))

@@ -9,6 +9,8 @@ from transformers import GenerationConfig
 from .policy import USUAL_COSTS, WidthPolicy
 
 AUTO_TREE_BUDGET = 64
+LARGEST_TREE = 1024  # the mask is quadratic
+SCHEDULES = ("constant", "auto", "heuristic", "heuristic_transient")
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class DraftSettings:
         is_adaptive: Whether each round chooses how many candidates to verify (`num_assistant_tokens_schedule="auto"`
             or `draft_tree_budget="auto"`).
         costs: Of drafting and of each further position, for the choice; `None`: measured.
+        schedule: As it was set; Transformers' heuristics, for drafts that run token by token, mean "constant" here.
         context_length: Context tokens the draft's full layers keep; `None`: all.
     """
 
@@ -29,6 +32,7 @@ class DraftSettings:
     confidence_threshold: float
     tree_budget: int
     context_length: int | None
+    schedule: str = "constant"
     is_adaptive: bool = False
     costs: tuple[float, float] | None = None
 
@@ -52,12 +56,14 @@ class DraftSettings:
 
         most = draft.config.num_proposals
         tree_budget = knob("draft_tree_budget", 0)
+        schedule = knob("num_assistant_tokens_schedule", "constant")
         settings = cls(
             num_proposals=knob("num_assistant_tokens", most),
             confidence_threshold=knob("assistant_confidence_threshold", 0.0),
             tree_budget=AUTO_TREE_BUDGET if tree_budget == "auto" else tree_budget,
             context_length=knob("draft_context_length", None),
-            is_adaptive="auto" in (tree_budget, knob("num_assistant_tokens_schedule", None)),
+            schedule=schedule,
+            is_adaptive="auto" in (tree_budget, schedule),
             costs=knob("draft_costs", None),
         )
         settings._check(draft)
@@ -76,10 +82,15 @@ class DraftSettings:
                 f"`assistant_confidence_threshold` must be a probability from 0 to 1, got {threshold!r}; 0 never cuts "
                 "a block."
             )
-        if not _is_count(self.tree_budget):
+        if not _is_count(self.tree_budget) or self.tree_budget > LARGEST_TREE:
             raise ValueError(
-                f"`draft_tree_budget` must be a number of nodes, 0 for a chain, got {self.tree_budget!r}; 16 to "
-                "64 suits most drafts."
+                f"`draft_tree_budget` must be a number of nodes from 0, for a chain, to {LARGEST_TREE}, got "
+                f"{self.tree_budget!r}; 16 to 64 suits most drafts."
+            )
+        if self.schedule not in SCHEDULES:
+            raise ValueError(
+                f"`num_assistant_tokens_schedule` must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}; "
+                "'auto' chooses the number anew each round."
             )
         context_length = self.context_length
         if context_length is not None and not (_is_count(context_length) and context_length):

@@ -8,6 +8,7 @@ depths finds the optimum that the paper's best-first search finds, without leavi
 Nodes are numbered by depth; node 0 is the anchor. Shapes: B batch, P depths, V vocabulary, N nodes, W = N + 1.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,6 +50,8 @@ def best_prefixes(scores: torch.Tensor, budget: int) -> list["Level"]:
     """
     log_probs = scores.float().log_softmax(dim=-1)
     best, token = log_probs.topk(min(budget, log_probs.shape[-1]), dim=-1)  # (B, P, k)
+    # Where a draft overflows, any guess will do, but no child may outrank its parent.
+    best = best.nan_to_num(nan=-math.log(log_probs.shape[-1]), neginf=-torch.inf)
     level = Level(best.new_zeros(best.shape[0], 1), None, None, first=-1)  # the root
     levels: list[Level] = []
     for depth in range(best.shape[1]):

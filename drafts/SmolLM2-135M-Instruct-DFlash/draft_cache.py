@@ -11,6 +11,7 @@ behind the longest row and overwritten by the next round, so nothing is cropped,
 Shapes: B batch, N new context tokens, K block, G key/value heads, D head size, R context columns, T columns in use.
 """
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -20,12 +21,12 @@ class ColumnLayout:
     """Which column holds what, for all layers that keep the same amount of context.
 
     Args:
-        keep: Context tokens a later query can see; `None`: all of them, in a buffer that grows.
+        keep: Context tokens a later query can see; `None`: all of them. The buffer grows with what is there.
     """
 
     def __init__(self, keep: int | None):
         self.keep = keep
-        self.context_columns = 0 if keep is None else keep  # R
+        self.context_columns = 0  # R, at most `keep`
         self.lengths: list[int] = []  # context tokens seen so far, per row
         self.block_start = 0
         self.columns: slice | torch.Tensor = slice(0, 0)  # where the new context goes; a tensor is (B, N)
@@ -45,8 +46,10 @@ class ColumnLayout:
         block_size = position_ids.shape[1] - num_new
         first, before = self.lengths[0], self.lengths
         self.lengths = [old + new for old, new in zip(before, new_lengths, strict=True)]
-        if self.keep is None and max(before) + num_new > self.context_columns:
-            self.context_columns = max(2 * self.context_columns, max(before) + num_new, 64)
+        limit = sys.maxsize if self.keep is None else self.keep
+        needed = max(before) + num_new
+        if min(needed, limit) > self.context_columns:
+            self.context_columns = min(max(2 * self.context_columns, needed, 64), limit)
         in_use = [min(length, self.context_columns) for length in self.lengths]
         self.block_start = max(in_use)
         is_even = len(set(before)) == 1 and min(new_lengths) == num_new
@@ -57,8 +60,8 @@ class ColumnLayout:
         self.valid = None
         if len(set(in_use)) > 1:
             column = torch.arange(self.block_start + block_size, device=position_ids.device)
-            limit = torch.tensor(in_use, device=position_ids.device)[:, None]
-            self.valid = (column < limit) | (column >= self.block_start)
+            ends = torch.tensor(in_use, device=position_ids.device)[:, None]
+            self.valid = (column < ends) | (column >= self.block_start)
         self.positions = self.write(self.positions, position_ids[:, None, :, None], block_size)
 
     def _scattered_columns(

@@ -1,10 +1,11 @@
 """The key/value cache of rows that have ended, put back beside the others at the end.
 
 While a batch is generated, finished rows leave the cache and the others are packed to the right. A caller who asked
-for the cache, or lent one, gets every row back, each token in the column where plain `generate` has it. Columns behind
-a row's end, where plain `generate` stores what it makes of padding, are zeros: the mask of a next turn hides them. For
-the same reason a row's recurrent states are those behind its own last token. Static layers keep every row level and
-every column in place, so their rows are stored whole.
+for the cache, or lent one, gets every row back, each token in the column where plain `generate` has it. A row's last
+token is there, too, if another row goes further: it is run once, apart, as the row leaves. Columns behind a row's end,
+where plain `generate` stores what it makes of padding, are zeros: the mask of a next turn hides them. For the same
+reason a row's recurrent states are those behind its own last token. Static layers keep every row level and every
+column in place, so their rows are stored whole.
 
 Shapes: B batch, G key/value heads, T cached columns, D head size.
 """
@@ -49,6 +50,13 @@ class LayerRow:
         }
         return cls(columns, states)
 
+    def followed_by(self, last: "LayerRow", is_whole: bool) -> "LayerRow":
+        """The row with its last token, of which `last` has the columns, all of them if `is_whole`, and the states."""
+        if self.columns is None or last.columns is None or is_whole:
+            return last
+        keys, values = (torch.cat(pair, dim=1) for pair in zip(self.columns, last.columns, strict=True))
+        return LayerRow((keys, values), last.states)
+
 
 class FinishedRows:
     """What the rows of one batch have in the cache, kept while they are out of it.
@@ -61,6 +69,7 @@ class FinishedRows:
         self.padding = list(padding)
         self.counts = [0] * len(self.padding)  # tokens of each stored row
         self.states: dict[int, list[LayerRow]] = {}
+        self.last: dict[int, list[LayerRow]] = {}  # of rows whose last token has been run
         self.rows = list(range(len(self.padding)))  # of the batch, in the order of the cache
 
     @staticmethod
@@ -68,18 +77,27 @@ class FinishedRows:
         """Whether the rows of every layer of this cache can be told apart."""
         return all(type(layer) in REALIGNABLE or type(layer) is StaticLayer for layer in cache.layers)
 
-    def select_rows(self, cache: Any, staying: Sequence[int], counts: Sequence[int]) -> None:
-        """Store the rows that leave, before they do. `counts`: tokens that each row has in the cache."""
-        for index, count in enumerate(counts):
-            if index not in staying:
-                self._store(cache, index, count)
+    def store(self, cache: Any, leaving: Sequence[int], counts: Sequence[int]) -> None:
+        """Store rows before they leave. `counts`: tokens that each row has in the cache."""
+        for index in leaving:
+            self._store(cache, index, counts[index])
+
+    def store_last(self, cache: Any, leaving: Sequence[int]) -> None:
+        """Store what the last column of the cache, a row's last token, adds to the rows that `store` has stored."""
+        for index in leaving:
+            self.last[self.rows[index]] = [LayerRow.of(layer, index, 1) for layer in cache.layers]
+
+    def select_rows(self, staying: Sequence[int]) -> None:
+        """Note which rows the cache goes on with."""
         self.rows = [self.rows[index] for index in staying]
 
     def restore(self, cache: Any, counts: Sequence[int]) -> None:
         """Give the cache all rows back, the last ones included."""
-        for index, count in enumerate(counts):
-            self._store(cache, index, count)
+        self.store(cache, range(len(counts)), counts)
         width = max(padding + count for padding, count in zip(self.padding, self.counts, strict=True))
+        for row, last in self.last.items():
+            if self.padding[row] + self.counts[row] < width:
+                self._append(row, last, cache)
         for number, layer in enumerate(cache.layers):
             rows = [self.states[row][number] for row in range(len(self.padding))]
             if has_columns(layer):
@@ -87,6 +105,13 @@ class FinishedRows:
             for name in rows[0].states:
                 for key in rows[0].states[name]:
                     getattr(layer, name)[key] = torch.stack([row.states[name][key] for row in rows])
+
+    def _append(self, row: int, last: list[LayerRow], cache: Any) -> None:
+        self.states[row] = [
+            before.followed_by(after, isinstance(layer, StaticLayer))
+            for before, after, layer in zip(self.states[row], last, cache.layers, strict=True)
+        ]
+        self.counts[row] += 1
 
     def _restore_columns(self, layer: Any, rows: Sequence[tuple[torch.Tensor, torch.Tensor]], width: int) -> None:
         keys, values = zip(*rows, strict=True)

@@ -14,6 +14,7 @@ published with its own. Parts that only some drafts have are in `modeling_dflash
 Shapes: B batch, S context, K block, H hidden, V vocabulary, L taps, N heads, D head size, T keys in view.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -338,15 +339,11 @@ class Qwen3DFlashForDraft(DraftProtocol, DraftRepository, Qwen3PreTrainedModel):
         return torch.where(is_mask, self.mask_embedding.to(embeds), embeds)
 
     def _embed_with(self, target_embeddings: nn.Module, token_ids: torch.Tensor) -> torch.Tensor:
-        embed_norm = getattr(target_embeddings, "embed_norm", None)
-        if embed_norm is None:
-            embeds = target_embeddings(token_ids)
-        else:
-            target_embeddings.embed_norm = nn.Identity()
-            try:
-                embeds = target_embeddings(token_ids)
-            finally:
-                target_embeddings.embed_norm = embed_norm
+        bare = target_embeddings
+        if getattr(bare, "embed_norm", None) is not None:  # left out of a copy: other threads may be embedding with it
+            bare = copy.copy(target_embeddings)
+            bare._modules = {**target_embeddings._modules, "embed_norm": nn.Identity()}
+        embeds = bare(token_ids)
         if self.config.input_embedding_scale is None:
             return embeds
         return embeds * (self.config.input_embedding_scale / getattr(target_embeddings, "embed_scale", 1.0))
@@ -411,6 +408,11 @@ class Qwen3DFlashForDraft(DraftProtocol, DraftRepository, Qwen3PreTrainedModel):
         whole = scores.new_full((*scores.shape[:-1], self.config.vocab_size), elsewhere)
         whole[..., self.draft_token_ids] = scores
         return whole
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        """`True`: a draft has a generation config, and `pipeline` gets as far as `generate`, which explains itself."""
+        return True
 
     def generate(self, *args: Any, **kwargs: Any) -> None:
         """A draft cannot generate alone.

@@ -5,10 +5,13 @@ the context* but remember nothing get each position's own prefix. All others may
 (classifier-free guidance runs the target on every prefix it is shown), so they must see accepted prefixes only, each
 once and in order: the verification then walks position by position, and the draft goes without them.
 
+A processor may raise on a prefix that will be refused: one that constrains the text may know no others than those it
+allows. Such an error is kept until it is clear that one-by-one decoding would have met it.
+
 Shapes: B batch, W positions, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from transformers.generation import logits_process as lp
@@ -50,11 +53,13 @@ class BlockProcessor:
 
     Attributes:
         is_stateful: Some processor may remember earlier calls; only `one` may be used, on accepted prefixes in order.
+        errors: What processors raised in the last `in_context`, by place in the batch and position.
     """
 
     def __init__(self, processors: Sequence[lp.LogitsProcessor] | None, batch_size: int):
         self.processors = lp.LogitsProcessorList(processors or [])
         kinds = {type(processor) for processor in self.processors}
+        self.errors: dict[tuple[int, int], Exception] = {}
         self.is_empty = not kinds
         self.is_pointwise = kinds <= POINTWISE
         self.is_stateful = not kinds <= POINTWISE | READS_CONTEXT
@@ -67,6 +72,13 @@ class BlockProcessor:
     def one(self, row: int, prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Scores (1, V) of the token after `prefix` (1, n) in row `row` of the original batch, from logits (1, V)."""
         return self.by_row[row](prefix, to_float32(logits))
+
+    def guess(self, row: int, prefix: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """`one` for a draft: where a processor does not bear the prefix, the logits as they are, in float32."""
+        try:
+            return self.one(row, prefix, logits)
+        except Exception:
+            return to_float32(logits)
 
     def chain(
         self, rows: Sequence[int], prefixes: Sequence[torch.Tensor], candidates: torch.Tensor, logits: torch.Tensor
@@ -97,13 +109,25 @@ class BlockProcessor:
     def in_context(
         self, rows: Sequence[int], contexts: Sequence[Sequence[torch.Tensor]], logits: torch.Tensor
     ) -> torch.Tensor:
-        """Scores (B, W, V) where position w of row b stands behind the tokens `contexts[b][w]`, (1, n)."""
-        return torch.stack(
-            [
-                torch.cat([self.one(row, context, logits[i, w][None]) for w, context in enumerate(contexts[i])])
-                for i, row in enumerate(rows)
-            ]
-        )
+        """Scores (B, W, V) where position w of row b stands behind the tokens `contexts[b][w]`, (1, n).
+
+        Where a processor raises, `errors` has the error and the scores are the logits.
+        """
+        self.errors = {}
+        scores = to_float32(logits)
+        for i, row in enumerate(rows):
+            for w, context in enumerate(contexts[i]):
+                try:
+                    scores[i, w] = self.one(row, context, logits[i, w][None])[0]
+                except Exception as error:
+                    self.errors[i, w] = error
+        return scores
+
+    def raise_errors(self, index: int, positions: Iterable[int]) -> None:
+        """Raise what a processor raised at one of these positions, which one-by-one decoding visits."""
+        for position in positions:
+            if (index, position) in self.errors:
+                raise self.errors[index, position]
 
 
 def to_float32(logits: torch.Tensor) -> torch.Tensor:

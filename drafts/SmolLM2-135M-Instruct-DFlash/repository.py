@@ -115,7 +115,6 @@ class DraftRepository:
         if is_main_process:
             if kwargs.get("variant") is None:
                 remove_other_layout(Path(save_directory))
-            self.generation_config.save_pretrained(save_directory)
             save_code(save_directory)
         if push_to_hub and is_main_process:
             repo_id = hub_arguments.pop("repo_id", Path(save_directory).name)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.cache_utils import StaticLayer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from .compat import CACHE_KEY
@@ -69,6 +70,12 @@ class Sequences:
         return torch.stack([self.buffer[row, self.lengths[row] - 1 : self.lengths[row]] for row in rows])
 
     @property
+    def records_tensors(self) -> bool:
+        """Whether the output will hold any tensors but ids and the cache."""
+        records = (self.scores, self.logits, self.hidden_states, self.attentions)
+        return any(record is not None for record in records)
+
+    @property
     def keeps_scores(self) -> bool:
         """Whether `record_scores` has anything to do."""
         return self.scores is not None or self.logits is not None
@@ -118,8 +125,12 @@ class Sequences:
             return tuple(layer[index : index + 1] for layer in layers)
         result = []
         for number, layer in enumerate(layers):
+            cache_layer = cache.layers[number] if number < len(cache.layers) else None
+            if isinstance(cache_layer, StaticLayer):  # all columns of the buffer, as in `generate`
+                result.append(layer[index : index + 1, :, step])
+                continue
             end = layer.shape[-1] - layer.shape[-2] + step.start + 1
-            window = getattr(cache.layers[number], "sliding_window", None) if number < len(cache.layers) else None
+            window = getattr(cache_layer, "sliding_window", None)
             keys = self.lengths[row] + offset if window is None else min(self.lengths[row] + offset, window)
             part = layer[index : index + 1, :, step, max(0, end - keys) : end]
             result.append(torch.nn.functional.pad(part, (keys - part.shape[-1], 0)))
@@ -131,7 +142,10 @@ class Sequences:
         column = torch.arange(end, device=self.buffer.device)
         limit = torch.tensor(self.lengths, device=self.buffer.device)[:, None]
         ids = self.buffer[:, :end]
-        ids = ids if min(self.lengths) == end else torch.where(column < limit, ids, self.pad_token_id)
+        if min(self.lengths) < end:
+            ids = torch.where(column < limit, ids, self.pad_token_id)
+        elif ids.is_inference():  # made in a private call, which has ended
+            ids = ids.clone()
         if not self.returns_dict:
             return ids
         return DFlashGenerateOutput(

@@ -9,6 +9,8 @@ from transformers import GenerationConfig
 from .policy import USUAL_COSTS, WidthPolicy
 
 AUTO_TREE_BUDGET = 64
+LARGEST_TREE = 1024  # the mask is quadratic
+SCHEDULES = ("constant", "auto", "heuristic", "heuristic_transient")
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class DraftSettings:
         is_adaptive: Whether each round chooses how many candidates to verify (`num_assistant_tokens_schedule="auto"`
             or `draft_tree_budget="auto"`).
         costs: Of drafting and of each further position, for the choice; `None`: measured.
+        schedule: As it was set; Transformers' heuristics, for drafts that run token by token, mean "constant" here.
         context_length: Context tokens the draft's full layers keep; `None`: all.
     """
 
@@ -29,6 +32,7 @@ class DraftSettings:
     confidence_threshold: float
     tree_budget: int
     context_length: int | None
+    schedule: str = "constant"
     is_adaptive: bool = False
     costs: tuple[float, float] | None = None
 
@@ -52,43 +56,54 @@ class DraftSettings:
 
         most = draft.config.num_proposals
         tree_budget = knob("draft_tree_budget", 0)
+        schedule = knob("num_assistant_tokens_schedule", "constant")
         settings = cls(
             num_proposals=knob("num_assistant_tokens", most),
             confidence_threshold=knob("assistant_confidence_threshold", 0.0),
             tree_budget=AUTO_TREE_BUDGET if tree_budget == "auto" else tree_budget,
             context_length=knob("draft_context_length", None),
-            is_adaptive="auto" in (tree_budget, knob("num_assistant_tokens_schedule", None)),
+            schedule=schedule,
+            is_adaptive="auto" in (tree_budget, schedule),
             costs=knob("draft_costs", None),
         )
-        if not isinstance(settings.num_proposals, int) or not 0 <= settings.num_proposals <= most:
+        settings._check(draft)
+        return settings
+
+    def _check(self, draft: Any) -> None:
+        most = draft.config.num_proposals
+        if not _is_count(self.num_proposals) or self.num_proposals > most:
             raise ValueError(
-                f"`num_assistant_tokens` is {settings.num_proposals!r} but the draft was trained with `block_size` "
+                f"`num_assistant_tokens` is {self.num_proposals!r} but the draft was trained with `block_size` "
                 f"{draft.config.block_size}, which proposes at most {most} tokens; set it between 0 and {most}."
             )
-        threshold = settings.confidence_threshold
+        threshold = self.confidence_threshold
         if not isinstance(threshold, (int, float)) or not 0.0 <= threshold <= 1.0:
             raise ValueError(
                 f"`assistant_confidence_threshold` must be a probability from 0 to 1, got {threshold!r}; 0 never cuts "
                 "a block."
             )
-        if not isinstance(settings.tree_budget, int) or settings.tree_budget < 0:
+        if not _is_count(self.tree_budget) or self.tree_budget > LARGEST_TREE:
             raise ValueError(
-                f"`draft_tree_budget` must be a number of nodes, 0 for a chain, got {settings.tree_budget!r}; 16 to "
-                "64 suits most drafts."
+                f"`draft_tree_budget` must be a number of nodes from 0, for a chain, to {LARGEST_TREE}, got "
+                f"{self.tree_budget!r}; 16 to 64 suits most drafts."
             )
-        context_length = settings.context_length
-        if context_length is not None and (not isinstance(context_length, int) or context_length < 1):
+        if self.schedule not in SCHEDULES:
+            raise ValueError(
+                f"`num_assistant_tokens_schedule` must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}; "
+                "'auto' chooses the number anew each round."
+            )
+        context_length = self.context_length
+        if context_length is not None and not (_is_count(context_length) and context_length):
             raise ValueError(
                 f"`draft_context_length` must be at least 1 token, got {context_length!r}; leave it out to keep the "
                 "whole context."
             )
-        if settings.costs is not None and not _are_costs(settings.costs):
+        if self.costs is not None and not _are_costs(self.costs):
             raise ValueError(
                 "`draft_costs` must be two numbers, the cost of drafting a block and of each further verified "
-                f"position relative to a one-token forward of the target, got {settings.costs!r}; leave it out to "
+                f"position relative to a one-token forward of the target, got {self.costs!r}; leave it out to "
                 "measure them."
             )
-        return settings
 
     def policy(self, do_sample: bool) -> WidthPolicy | None:
         """A fresh policy where the width is chosen each round. It measures with a clock unless runs must repeat."""
@@ -96,6 +111,10 @@ class DraftSettings:
             return None
         must_repeat = do_sample or torch.are_deterministic_algorithms_enabled()
         return WidthPolicy(self.costs or (USUAL_COSTS if must_repeat else None))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _are_costs(value: Any) -> bool:

@@ -16,8 +16,11 @@ from .compat import CACHE_KEY, get_cache, hidden_states_request, layer_outputs
 from .finished_rows import FinishedRows
 from .masks import to_attention_mask, tree_visibility
 from .recurrent import RecurrentStates, check_multi_token_forward
-from .rollback import LINEAR, can_realign, crop, realign, record_past, reorder_last
+from .rollback import LINEAR, can_realign, crop, free_columns, realign, record_past, reorder_last
+from .rope_limits import RopeLimits
 from .tree import Tree
+
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
 class TargetRunner:
@@ -49,6 +52,7 @@ class TargetRunner:
         position_ids = self.model_kwargs.get("position_ids")
         self.last_position = None if position_ids is None else position_ids[..., -1:]  # (B, 1) or (R, B, 1)
         self.recurrent: RecurrentStates | None = None
+        self.rope_limits = RopeLimits(target.config.get_text_config(decoder=True))
         self.length = 0  # columns of the cache
         self.padding: list[int] = []  # columns of left padding, per row
         self.finished: FinishedRows | None = None  # of a batch whose cache the caller will see
@@ -100,6 +104,10 @@ class TargetRunner:
         """
         if self.recurrent is not None:
             check_multi_token_forward(self, anchors)
+
+    def most_tokens(self) -> int | None:
+        """How many tokens the next verification may hold; `None`: any number."""
+        return self.rope_limits.width_at(self.length - min(self.padding))
 
     def verify(self, block_ids: torch.Tensor, tree: Tree | None = None) -> Any:
         """Run anchor and candidates (B, W), a chain or a tree, behind the cache; logits (B, W, V)."""
@@ -167,20 +175,39 @@ class TargetRunner:
             if getattr(layer, "record_past", False):
                 layer.record_past = False
 
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Let the other rows leave: they are neither verified nor stored from now on."""
+    def select_rows(self, rows: Sequence[int], anchors: torch.Tensor | None = None) -> None:
+        """Let the other rows leave: they are neither verified nor stored from now on.
+
+        Args:
+            rows: Those that stay.
+            anchors: The last tokens of all rows, (B, 1), which the cache does not hold yet; `None` if no row that
+                leaves can be outrun by another.
+        """
         if self.finished is not None:
-            self.finished.select_rows(self.cache, rows, [self.length - padding for padding in self.padding])
+            self._store_finished(rows, anchors)
         index = torch.tensor(rows, device=self.target.device)
         self.cache.reorder_cache(index)
         if self.attention_mask is not None:
             self.attention_mask = self.attention_mask[index.to(self.attention_mask.device)]
         if self.last_position is not None:
             self.last_position = self.last_position.index_select(-2, index.to(self.last_position.device))
+        for key in TOKEN_TYPES:
+            if (types := self.model_kwargs.get(key)) is not None:
+                self.model_kwargs[key] = types[index.to(types.device)]
         self.padding = [self.padding[row] for row in rows]
         spare = min(self.padding)
         if spare and can_realign(self.cache):
             self._realign([0] * len(rows), self.length - spare)
+
+    def _store_finished(self, staying: Sequence[int], anchors: torch.Tensor | None) -> None:
+        """Keep what the caller's cache shall have of the rows that leave, their last tokens included."""
+        leaving = [row for row in range(len(self.padding)) if row not in staying]
+        self.finished.store(self.cache, leaving, [self.length - padding for padding in self.padding])
+        if anchors is not None and free_columns(self.cache):
+            self.verify(anchors)
+            self.finished.store_last(self.cache, leaving)
+            self.keep([0] * len(self.padding), 1)
+        self.finished.select_rows(staying)
 
     def _keep_ragged(self, counts: Sequence[int], width: int) -> None:
         removed = [width - count for count in counts]
@@ -227,10 +254,10 @@ class TargetRunner:
 
     def _extend_token_types(self, kwargs: dict[str, Any], batch_size: int, width: int) -> None:
         """Candidates are text: token types repeat the last one, multimodal types are zero (as `generate` does)."""
-        for key in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):
+        for key in TOKEN_TYPES:
             types = kwargs.get(key)
             if types is not None:
-                last = types[:batch_size, -1:] if key == "token_type_ids" else types.new_zeros(batch_size, 1)
+                last = types[:, -1:] if key == "token_type_ids" else types.new_zeros(batch_size, 1)
                 kwargs[key] = last.expand(-1, width)
 
     def _cached_length(self) -> int:
