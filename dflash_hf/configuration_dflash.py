@@ -53,6 +53,24 @@ OPTIONAL_PARTS: dict[str, Any] = {
 # What is known of the training. Nothing is computed from it; `generate` warns where a pair is known to be poor.
 TRAINING_FACTS: dict[str, Any] = {"trained_length": None, "trained_with_thinking": None}
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+# Fields that are null or a number above 0: whole ones, and factors.
+COUNTS = (
+    "num_target_layers", "draft_vocab_size", "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",
+    "trained_length",
+)  # fmt: skip
+FACTORS = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping", "attention_value_scale")
+
+# Kinds of RoPE that a draft can have, and the numbers that each needs.
+ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor"),  # lists of numbers, one for each pair of channels
+}
 
 
 def default_target_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:
@@ -135,13 +153,18 @@ class DFlashConfig(Qwen3Config):
         }
         optional = OPTIONAL_PARTS | TRAINING_FACTS
         flat.update({name: kwargs.pop(name, None) for name in optional})
-        flat = merge_dialects(flat, dflash_config or {})
-        if kwargs.get("sliding_window") is not None and "sliding_attention" in (kwargs.get("layer_types") or ()):
+        flat = merge_dialects(flat, {} if dflash_config is None else dflash_config)
+        _check_dtype(kwargs.get("dtype", kwargs.get("torch_dtype")))
+        kinds = kwargs.get("layer_types")
+        slides = isinstance(kinds, (list, tuple)) and "sliding_attention" in kinds
+        if slides and kwargs.get("sliding_window") is not None:
             kwargs["use_sliding_window"] = True
         try:
             super().__init__(**kwargs)
-        except StrictDataclassError as error:
-            raise ValueError(f"DFlashConfig: {' '.join(str(error.__cause__ or error).split())}") from error
+        except (StrictDataclassError, KeyError, ZeroDivisionError) as error:  # the latter two of RoPE's parameters
+            cause = error.__cause__ or error
+            message = cause.args[0] if isinstance(cause, KeyError) else str(cause)
+            raise ValueError(f"DFlashConfig: {' '.join(message.split())}") from error
         self.block_size = 16 if flat["block_size"] is None else flat["block_size"]
         self.mask_token_id = flat["mask_token_id"]
         self.num_target_layers = flat["num_target_layers"]
@@ -154,17 +177,24 @@ class DFlashConfig(Qwen3Config):
         self.final_logit_softcapping = flat["final_logit_softcapping"]
         for name, unused in optional.items():
             setattr(self, name, unused if flat[name] is None else flat[name])
+        self._validate_body()
+        self._validate_numbers()
         self._validate_draft_fields()
         self._validate_optional_parts()
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "DFlashConfig":
-        """Like [`~transformers.PreTrainedConfig.from_dict`]; refuses a file that names no RoPE base."""
-        has_base = "rope_theta" in config_dict or _has_rope_base(config_dict.get("rope_parameters"))
-        if not has_base and not _has_rope_base(config_dict.get("rope_scaling")):
+        """Like [`~transformers.PreTrainedConfig.from_dict`]; refuses a file that names no RoPE base, or two."""
+        bases = _rope_bases(config_dict)
+        if not bases:
             raise ValueError(
                 "The draft's config names no RoPE base: neither `rope_theta` nor `rope_parameters.rope_theta` is "
                 "there; add the base the draft was trained with, since a guess would lower acceptance silently."
+            )
+        (first, base), (last, other) = next(iter(bases.items())), list(bases.items())[-1]
+        if base != other:
+            raise ValueError(
+                f"`{first}` is {base!r} but `{last}` is {other!r}; remove the wrong one from the draft's config.json."
             )
         return super().from_dict(config_dict, **kwargs)
 
@@ -183,6 +213,38 @@ class DFlashConfig(Qwen3Config):
         if self.is_causal is not None:
             return self.is_causal
         return self.layer_types[layer_idx] == "sliding_attention"
+
+    def _validate_body(self) -> None:
+        """What Qwen3's own class leaves to the first forward, or to a table of functions that lacks the name."""
+        from transformers.activations import ACT2FN
+
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(
+                f"`hidden_act` is {self.hidden_act!r}, which Transformers has no function for; correct it."
+            )
+        unknown = [kind for kind in self.layer_types if kind not in LAYER_TYPES]
+        if unknown:
+            raise ValueError(
+                f"`layer_types` names {unknown[0]!r}; a draft's layers are {' or '.join(map(repr, LAYER_TYPES))}."
+            )
+        rope = self.rope_parameters or {}
+        kind = rope.get("rope_type", "default")
+        if not isinstance(kind, str) or kind not in ROPE_NUMBERS:
+            raise ValueError(f"`rope_type` must be one of {', '.join(ROPE_NUMBERS)}, got {kind!r}.")
+        for name in ("rope_theta", *ROPE_NUMBERS[kind]):
+            value = rope.get(name)
+            if not all(map(_is_positive, value if kind == "longrope" and isinstance(value, list) else [value])):
+                raise ValueError(
+                    f"`rope_parameters.{name}` must be a number above 0 where `rope_type` is {kind!r}, got "
+                    f"{value!r}; add the one of the draft's training."
+                )
+
+    def _validate_numbers(self) -> None:
+        for names, kind, is_valid in ((COUNTS, "whole number", _is_int), (FACTORS, "number", _is_positive)):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not (is_valid(value) and value > 0):
+                    raise ValueError(f"`{name}` must be a {kind} above 0, or null, got {value!r}; correct it.")
 
     def _validate_draft_fields(self) -> None:
         if not _is_int(self.block_size) or self.block_size < 2:
@@ -288,6 +350,8 @@ def merge_dialects(flat: dict[str, Any], nested: dict[str, Any]) -> dict[str, An
         ValueError: If a nested field is unknown, or both dialects give a field different values.
     """
     merged = dict(flat)
+    if not isinstance(nested, dict):
+        raise ValueError(f"`dflash_config` must be an object of fields, got {nested!r}; see z-lab's checkpoints.")
     for nested_name, value in nested.items():
         if nested_name not in NESTED_NAMES:
             raise ValueError(
@@ -315,11 +379,34 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _has_rope_base(parameters: dict[str, Any] | None) -> bool:
-    """True for `{"rope_theta": ...}` and for one such dictionary per layer type."""
-    if not parameters:
-        return False
-    return "rope_theta" in parameters or any(isinstance(p, dict) and "rope_theta" in p for p in parameters.values())
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def _check_dtype(dtype: Any) -> None:
+    """Transformers looks a dtype's name up in torch as it stands."""
+    if dtype is None:
+        return
+    import torch
+
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"`dtype` is {dtype!r}, which torch does not have; name one such as 'bfloat16'.")
+
+
+def _rope_bases(config_dict: dict[str, Any]) -> dict[str, Any]:
+    """Every place of a file that names a RoPE base, and the base there."""
+    bases = {"rope_theta": config_dict.get("rope_theta")}
+    for name in ("rope_parameters", "rope_scaling"):
+        parameters = config_dict.get(name)
+        if parameters is None:
+            continue
+        if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
+            raise ValueError(
+                f"`{name}` must be an object of numbers, got {parameters!r}; all layers of a draft share one RoPE."
+            )
+        bases[f"{name}.rope_theta"] = parameters.get("rope_theta")
+    return {place: base for place, base in bases.items() if base is not None}
 
 
 __all__ = ["DFlashConfig", "default_target_layer_ids"]

@@ -95,7 +95,8 @@ FORMATS = [
     ),
     Format(
         "DSpark",
-        "as speculators, or as z-lab v1 with `projector_type: dspark` (SpecForge)",
+        "as speculators, or as z-lab v1 with `projector_type: dspark` (SpecForge), an architecture `DSparkDraftModel` or a "
+        "`markov_rank`",
         "`markov_rank`, `markov_head_type`, `confidence_head`; every slot predicts the next token; proposals are chosen "
         "one after the other",
         "speculators==0.9.0",
@@ -113,7 +114,7 @@ FORMATS = [
     ),
     Format(
         "DeepSpec",
-        "an architecture that ends in `DSparkModel`, and no `dflash_config`",
+        "an architecture that ends in `DSparkModel`",
         "own embedding and head; every slot predicts the next token (`slots_predict_next`); tap -1 is the embedding",
         "",
         (drafts.deepspec_plain, drafts.deepspec_markov),
@@ -123,7 +124,8 @@ FORMATS = [
     Format(
         "ModelOpt",
         "as z-lab v1",
-        "`dflash_config.causal` is `is_causal`; `use_swa` and `swa_window_size` make every layer sliding; "
+        "`dflash_config.causal` is `is_causal`; `use_swa` and `swa_window_size` make every layer sliding where none is, and "
+        "bidirectional (MiMo's drafts) where no causality is named; "
         "`attention_sinks`, `attention_value_scale`; `mask_embedding.pt` is `own_mask_embedding`",
         "",
         (drafts.modelopt, drafts.mask_embedding),
@@ -165,6 +167,8 @@ supported version.
 
 * Taps count layer outputs from 0: tap `i` is `hidden_states[i + 1]`; -1 is the embedding's output.
 * A window of w shows keys at a distance below w. A format that counts otherwise is converted by its number.
+* Fields that say one thing in two places (`target_layer_ids`, `eagle_aux_hidden_state_layer_ids`, `layer_ids`; the top
+  level and `dflash_config`; `sliding_window` and `swa_window_size`) must agree, or loading fails with both values.
 * A draft with an embedding, a head or a mask vector of its own uses it. Proposals of a reduced vocabulary are mapped to
   the target's ids, and under sampling its distribution is over the whole vocabulary, with zeros for what it leaves out.
 
@@ -186,7 +190,14 @@ and sliding ones causal, prefer `zlab`. It reads no scale or cap of a z-lab draf
 `logit_scale`), and only the `vanilla` Markov head. Layers of both kinds need `VLLM_USE_V2_MODEL_RUNNER=1`.
 
 Serving: `vllm serve TARGET --speculative-config '{"method": "dflash", "model": "DST", "num_speculative_tokens": N}'`,
-where N is the block size less one.
+where N is the block size less one. DSpark's drafts are served with the method `dspark` and N the block size: their
+anchor's slot proposes, too, and vLLM knows no class for them under `dflash`.
+
+Name the target (`--target`) wherever a format needs a fact of it: z-lab's its number of layers, every format but
+Transformers' own its vocabulary (which that format does not state), and all of them what its embedding multiplies by.
+Transformers' own calls the target's embedding module, the other formats' engines look up the bare table; for a target
+like Gemma, whose module scales, the factor is written (`zlab`) or the conversion refused. Without `--target` a draft
+that leaves the factor to the target is converted as for a target that does not scale, with a warning.
 
 `make interop` serves a draft's exports with vLLM 0.32 on the CPU and compares. The draft of the test data (SmolLM2-135M,
 block 8), bf16, greedy, 5 questions of 48 tokens, 30 November 2026: acceptance length 1.37 here and 1.35 there, the same

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 
 import reference_drafts as drafts
 from dflash_hf import Qwen3DFlashForDraft, cli, load_draft
-from dflash_hf.checkpoints import read_draft
+from dflash_hf.checkpoints import exporting, read_draft
 from dflash_hf.checkpoints.convert import FORMATS, convert
 from helpers import SHARED_DRAFT, random_prompt, requires_shared, tiny_draft, tiny_target
 from reference_drafts import BLOCK, MASK, TAPS, VOCABULARY, WINDOW, block_of, edit_tensors
@@ -268,6 +269,96 @@ def test_reduced_vocabulary_is_written_as_offsets_and_marks(masters: Any, tmp_pa
         assert torch.equal(exported[name], expected[name])
 
 
+# ---------------------------------------------------------------- what the target has to tell
+
+GEMMA_SCALE = 32**0.5  # Gemma's embedding multiplies by the root of the hidden size
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A target whose embedding scales, and its folder."""
+    target = tiny_target("gemma3", dtype=torch.float32, vocab_size=VOCABULARY)
+    folder = tmp_path_factory.mktemp("gemma")
+    target.save_pretrained(folder)
+    return target, str(folder)
+
+
+@torch.no_grad()
+def embeds_of(folder: Path, target: Any) -> torch.Tensor:
+    return load_draft(folder, dtype=torch.float32).embed_block(
+        block_of(torch.tensor([3])), target.get_input_embeddings()
+    )
+
+
+def test_zlab_export_for_a_target_that_scales_says_its_factor(gemma: Any, tmp_path: Path) -> None:
+    """z-lab's class looks tokens up in the bare table, and multiplies by `input_embedding_scale` where it is named."""
+    target, folder = gemma
+    tiny_draft(target).save_pretrained(tmp_path / "own")
+    convert(tmp_path / "own", tmp_path / "out", "zlab", folder)
+    assert config_of(tmp_path / "out")["dflash_config"]["input_embedding_scale"] == pytest.approx(GEMMA_SCALE)
+    torch.testing.assert_close(embeds_of(tmp_path / "out", target), embeds_of(tmp_path / "own", target))
+
+
+def test_speculators_export_for_a_target_that_scales_is_refused(gemma: Any, tmp_path: Path) -> None:
+    target, folder = gemma
+    tiny_draft(target).save_pretrained(tmp_path / "own")
+    with pytest.raises(ValueError, match=r"`input_embedding_scale` is 5\.65.* 'speculators' cannot express"):
+        convert(tmp_path / "own", tmp_path / "out", "speculators", folder)
+
+
+def test_native_drafts_of_a_target_that_scales_keep_its_factor(masters: Any, gemma: Any, tmp_path: Path) -> None:
+    target, folder = gemma
+    convert(masters(drafts.native), tmp_path / "zlab", "zlab", folder)
+    convert(tmp_path / "zlab", tmp_path / "native", "native", folder)
+    expected = embeds_of(masters(drafts.native), target)
+    for made in ("zlab", "native"):
+        torch.testing.assert_close(embeds_of(tmp_path / made, target), expected)
+
+
+def test_native_export_of_a_draft_of_the_bare_table_is_refused_where_the_target_scales(
+    masters: Any, gemma: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"`input_embedding_scale` is 1\.0, .* scaled by 5\.65685") as error:
+        convert(masters(drafts.zlab), tmp_path / "out", "native", gemma[1])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("own", "to"), [(True, "zlab"), (True, "speculators"), (False, "native")])
+def test_factor_that_only_the_target_knows_is_warned_of(
+    masters: Any, own: bool, to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(exporting.logger, "warning", warnings.append)
+    source = masters(drafts.zlab)
+    if own:
+        source = tmp_path / "own"
+        tiny_draft(tiny_target("qwen3", dtype=torch.float32)).save_pretrained(source)
+    convert(source, tmp_path / "out", to)
+    assert len(warnings) == 1
+    assert "`input_embedding_scale`" in warnings[0]
+    assert "--target" in warnings[0]
+
+
+def test_vocabulary_of_a_native_draft_is_the_targets(masters: Any, tmp_path: Path) -> None:
+    """Its config states none; the mask token's id, 11, says no more than that there are at least 12."""
+    tiny_target("qwen3").save_pretrained(tmp_path / "target")  # 64 tokens
+    for to in FORMATS:
+        convert(masters(drafts.native), tmp_path / to, to, str(tmp_path / "target"))
+        assert read_draft(tmp_path / to)[1].vocab_size == 64
+
+
+@pytest.mark.parametrize("to", ["dflash", "speculators"])
+def test_vocabulary_that_nothing_tells_is_refused(masters: Any, to: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"`vocab_size` is not in the draft's config, .*'{to}' states it"):
+        convert(masters(drafts.native), tmp_path / "out", to)
+    assert not list(tmp_path.iterdir())
+
+
+def test_vocabulary_that_nothing_tells_is_left_out_of_a_native_export(masters: Any, tmp_path: Path) -> None:
+    convert(masters(drafts.native), tmp_path / "out", "native")
+    assert "vocab_size" not in config_of(tmp_path / "out")
+
+
 # ---------------------------------------------------------------- the formats' own classes load what is written
 
 
@@ -372,7 +463,6 @@ def test_command_converts_and_says_what_it_did(
     assert cli.main(["convert", str(masters(drafts.zlab)), str(destination), "--to", "speculators"]) == 0
     assert "(zlab)" in capsys.readouterr().out
     assert read_draft(destination)[0] == "speculators"
-    assert destination.stat().st_mode & 0o777 == 0o755
 
 
 def test_command_words_a_refusal_on_one_line(masters: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -388,6 +478,32 @@ def test_folder_in_use_is_left_alone(masters: Any, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="is in use"):
         convert(masters(drafts.zlab), tmp_path, "zlab")
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_empty_folder_is_filled_by_whatever_name_it_has(
+    masters: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    monkeypatch.chdir(tmp_path / "here")
+    for destination in (".", str(tmp_path / "link")):
+        convert(masters(drafts.zlab), destination, "zlab")
+        assert sorted(os.listdir(destination)) == ["config.json", "model.safetensors"]
+    assert (tmp_path / "link").is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "link", "there"]
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o755), (0o077, 0o700)])
+def test_folder_has_the_permissions_the_user_gives_new_folders(
+    masters: Any, mask: int, mode: int, tmp_path: Path
+) -> None:
+    before = os.umask(mask)
+    try:
+        convert(masters(drafts.zlab), tmp_path / "out", "zlab")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == mode
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,21 @@
 A format that has no way to say what a draft does is refused: the engine would load it and propose worse tokens.
 """
 
+import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from transformers.utils import logging
+
 from .formats import NATIVE, SPECULATORS, ZLAB
+from .targets import embedding_scale, target_config, text_config
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig
 
     from ..configuration_dflash import DFlashConfig
+
+logger = logging.get_logger(__name__)
 
 Fields = dict[str, Any]
 Tensors = dict[str, "torch.Tensor"]
@@ -75,7 +80,8 @@ def export_draft(
     """config.json and tensors of a draft in the format `to`: `zlab`, `speculators` or `native`.
 
     Args:
-        target: Name or path of the target: the speculators format records it, z-lab's its number of layers.
+        target: Name or path of the target: the speculators format records it, z-lab's its number of layers, and it
+            tells what its embedding multiplies by.
 
     Raises:
         ValueError: If the format has no way to express a field of `config`.
@@ -83,6 +89,7 @@ def export_draft(
     exporters = {ZLAB: export_zlab, NATIVE: export_native, SPECULATORS: export_speculators}
     if to not in exporters:
         raise ValueError(f"There is no export to {to!r}; choose one of {', '.join(exporters)}.")
+    config = _with_embedding_scale(config, to, target)
     _refuse_inexpressible(config, to)
     return exporters[to](config, tensors, target)
 
@@ -186,6 +193,31 @@ def export_native(config: "DFlashConfig", tensors: Tensors, target: str | None =
     return fields, {names.get(name, name): tensor for name, tensor in tensors.items()}
 
 
+def _with_embedding_scale(config: "DFlashConfig", to: str, target: str | None) -> "DFlashConfig":
+    """The config with the factor on the block's embeddings said in the format's way.
+
+    Transformers' own calls the target's module, scale and all, which `input_embedding_scale` says by null. The other
+    formats' engines look up the bare table, so null has to become the number that the target's module multiplies by.
+    """
+    given = config.input_embedding_scale
+    if config.own_embedding or (given is None) == (to == NATIVE):
+        return config
+    scale = None if target is None else embedding_scale(target)
+    if scale is None:
+        if given in (None, 1.0):
+            logger.warning(
+                f"`input_embedding_scale` is {given}, which the format {to!r} can say of a target that does not scale "
+                "its embeddings only (Gemma scales them); name the target (--target), so that this is looked up."
+            )
+        return config
+    if to == NATIVE and given != scale:
+        reason = f"its drafts are given the target's own embeddings, here scaled by {scale:.6g}, so other scales are"
+        raise _inexpressible(to, "input_embedding_scale", config, reason)
+    config = copy.deepcopy(config)
+    config.input_embedding_scale = None if to == NATIVE else scale
+    return config
+
+
 def _refuse_inexpressible(config: "DFlashConfig", to: str) -> None:
     for name, unused in UNUSED.items():
         value = getattr(config, name)
@@ -242,7 +274,7 @@ def _speculators_config(kind: str, proposals: int, target: str | None) -> Fields
 
 
 def _architectures_of(target: str | None) -> list[str]:
-    return [] if target is None else list(_target_config(target).architectures or [])
+    return [] if target is None else list(target_config(target).architectures or [])
 
 
 def _num_target_layers(config: "DFlashConfig", target: str | None) -> int:
@@ -253,13 +285,7 @@ def _num_target_layers(config: "DFlashConfig", target: str | None) -> int:
         raise ValueError(
             "`num_target_layers` is unknown, and z-lab's class does not load without it; name the target (--target)."
         )
-    return _target_config(target).get_text_config().num_hidden_layers
-
-
-def _target_config(target: str) -> "PreTrainedConfig":
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(target)
+    return text_config(target).num_hidden_layers
 
 
 def _with_vocabulary_map(config: "DFlashConfig", tensors: Tensors) -> Tensors:

@@ -62,7 +62,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise OSError(f"{path} is missing; a draft's folder holds it beside the weights.")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))  # an editor may leave a byte-order mark
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}); fetch it again.") from error
     if not isinstance(content, dict):
@@ -71,7 +71,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> "dict[str, torch.Tensor]":
-    """Every tensor of the folder's safetensors files, by its name on disk, and `mask_embedding` where a file holds it.
+    """Every tensor of the folder's safetensors files, by its name on disk.
 
     Raises:
         OSError: If a weights file is missing.
@@ -84,14 +84,12 @@ def read_tensors(folder: Path) -> "dict[str, torch.Tensor]":
                 raise ValueError(f"{path} holds {name!r}, which another weights file of the draft holds too.")
             tensors[name] = tensor
     _check_index(folder, tensors)
-    if (folder / MASK_EMBEDDING_NAME).is_file():
-        tensors["mask_embedding"] = _read_mask_embedding(folder / MASK_EMBEDDING_NAME)
     return tensors
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files to read: the single one, or those that the index names."""
-    if (folder / INDEX_NAME).is_file():
+    """The safetensors files to read: the single one, or else those that the index names, as Transformers chooses."""
+    if _has_index(folder):
         paths = [folder / name for name in sorted(set(_weight_map(folder).values()))]
     else:
         paths = [folder / WEIGHTS_NAME]
@@ -101,15 +99,22 @@ def weight_files(folder: Path) -> list[Path]:
     return paths
 
 
+def _has_index(folder: Path) -> bool:
+    return (folder / INDEX_NAME).is_file() and not (folder / WEIGHTS_NAME).is_file()
+
+
 def _weight_map(folder: Path) -> dict[str, str]:
-    index = read_json_object(folder / INDEX_NAME)
-    if not isinstance(index.get("weight_map"), dict):
+    weight_map = read_json_object(folder / INDEX_NAME).get("weight_map")
+    if not isinstance(weight_map, dict):
         raise ValueError(f"{folder / INDEX_NAME} has no `weight_map` that says which file holds which tensor.")
-    return index["weight_map"]
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name:  # a path could lead out of the draft's folder
+            raise ValueError(f"{folder / INDEX_NAME} says that {tensor!r} is in {name!r}, which is no file beside it.")
+    return weight_map
 
 
 def _check_index(folder: Path, tensors: "dict[str, torch.Tensor]") -> None:
-    if not (folder / INDEX_NAME).is_file():
+    if not _has_index(folder):
         return
     lost = sorted(set(_weight_map(folder)) - set(tensors))
     if lost:
@@ -129,14 +134,23 @@ def _tensors_of(path: Path) -> "Iterator[tuple[str, torch.Tensor]]":
         ) from error
 
 
-def _read_mask_embedding(path: Path) -> "torch.Tensor":
+def read_mask_embedding(folder: Path) -> "tuple[int | None, torch.Tensor | None]":
+    """The mask token that the folder's mask_embedding.pt is for, and the vector that stands for it.
+
+    Raises:
+        ValueError: If the file is damaged, or holds something else.
+    """
     import torch
 
+    path = folder / MASK_EMBEDDING_NAME
+    if not path.is_file():
+        return None, None
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises whatever its unpickler or its zip reader met
         raise ValueError(f"{path} is truncated or corrupted ({type(error).__name__}); fetch it again.") from error
-    embedding = content.get("embedding") if isinstance(content, dict) else content
+    content = content if isinstance(content, dict) else {"embedding": content}
+    embedding = content.get("embedding")
     if not isinstance(embedding, torch.Tensor):
         raise ValueError(f"{path} holds no tensor `embedding`; it should hold the vector that stands for a mask.")
-    return embedding.reshape(-1)
+    return content.get("mask_token_id"), embedding.reshape(-1)

@@ -1,7 +1,7 @@
 """Published formats: how each is told from config and tensors, and one table of names for the tensors of all."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 NATIVE, SPECULATORS, DEEPSPEC, ZLAB, OWN = "native", "speculators", "deepspec", "zlab", "dflash"
@@ -15,6 +15,7 @@ RENAMES = [
     (r"^midlayer\.", "layers.0."),
     (r"^aux_hidden_norms\.", "tap_norms."),
     (r"\.self_attn\.attention_sink_bias$", ".self_attn.sinks"),
+    (r"^mask_embedding\.pt$", "mask_embedding"),  # a file of its own
     (r"^candidate_selector\.(\w+_codebook)\.weight$", r"candidate_selector.\1"),
 ]
 
@@ -32,6 +33,12 @@ def model_name(name: str) -> str | None:
     for pattern, replacement in RENAMES:
         name = re.sub(pattern, replacement, name)
     return name
+
+
+def architectures_of(config: Mapping[str, Any]) -> list[str]:
+    """The names of classes that a config.json says load it."""
+    names = config.get("architectures")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def detect_format(config: dict[str, Any], tensor_names: Collection[str]) -> str:
@@ -59,7 +66,6 @@ def detect_format(config: dict[str, Any], tensor_names: Collection[str]) -> str:
         return OWN
     if model_type.endswith("_assistant") or "encoder.fc.weight" in tensor_names:
         return NATIVE
-    architectures = config.get("architectures") or []
-    if any(DEEPSPEC_ARCHITECTURE.match(name) for name in architectures) and "dflash_config" not in config:
+    if any(DEEPSPEC_ARCHITECTURE.match(name) for name in architectures_of(config)):
         return DEEPSPEC
     return ZLAB

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ..modeling_dflash import Qwen3DFlashForDraft
 
 HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "endpoint")
+READ_HERE = ("config", "state_dict")  # from the draft's folder
 # A draft speaks its target's tokens. A text-generation pipeline compares these fields of both configs.
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -30,7 +31,7 @@ def load_draft(
         target: Model the draft is for. The pair is checked, and the draft takes the target's dtype and device unless
             the arguments say otherwise, and its special tokens.
         from_pretrained_kwargs: Arguments of `PreTrainedModel.from_pretrained`: `dtype` (default: as in the file),
-            `device_map`, `attn_implementation`, `revision`, `token`, ...
+            `device_map`, `attn_implementation`, `revision`, `token`, `subfolder`, ...
 
     Raises:
         OSError: If the folder, the repository or a file of it is missing.
@@ -42,7 +43,13 @@ def load_draft(
     from ..modeling_dflash import Qwen3DFlashForDraft
 
     kwargs = dict(from_pretrained_kwargs)
+    if given := [name for name in READ_HERE if name in kwargs]:
+        raise ValueError(
+            f"`load_draft` reads `{given[0]}` from the draft's folder, but one was given; leave it out, or use "
+            "`Qwen3DFlashForDraft.from_pretrained`."
+        )
     folder = find_folder(name_or_path, **{name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs})
+    folder /= kwargs.pop("subfolder", None) or ""
     vocab_size = None if target is None else target.config.get_text_config().vocab_size
     found, config, tensors = read_draft(folder, vocab_size)
     if target is not None and not {"dtype", "torch_dtype", "device_map"} & kwargs.keys():
