@@ -51,11 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ValueError and OSError are how this package words such mistakes: they become one line on standard error.
     `DFLASH_HF_TRACEBACK=1` shows where they came from.
     """
-    subcommands = load_subcommands()
-    args = build_parser(subcommands).parse_args(argv)
-    register()
+    escape_what_the_terminal_lacks()
     try:
-        return subcommands[args.subcommand].run(args) or 0
+        return run_subcommand(argv)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -67,6 +65,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
+
+
+def run_subcommand(argv: Sequence[str] | None) -> int:
+    """Parse, run, and hand everything printed over to the reader, so that a reader who has left is noticed here."""
+    try:
+        subcommands = load_subcommands()
+        args = build_parser(subcommands).parse_args(argv)
+        register()
+        status = subcommands[args.subcommand].run(args) or 0
+    except SystemExit:  # argparse has printed a help page
+        print(end="", flush=True)
+        raise
+    print(end="", flush=True)
+    return status
+
+
+def escape_what_the_terminal_lacks() -> None:
+    """Let standard output write characters beyond its encoding as escapes: text of a model holds all of Unicode."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def one_line(error: BaseException) -> str:

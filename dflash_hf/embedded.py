@@ -188,15 +188,14 @@ def load_embedded_target(
 
 
 def default_draft_path() -> Path:
-    """The draft used when none is named: the project's own where it is present, else the test data's weaker one.
+    """The draft used when none is named: the project's own, inside the package or beside it in the repository.
 
     Raises:
-        ValueError: neither is there.
+        ValueError: it is in neither place.
     """
     places = [
         Path(__file__).resolve().parent / "drafts" / DRAFT_NAME,
         ROOT / "drafts" / DRAFT_NAME,
-        ROOT.parent / "shared" / "data" / "smollm2-dflash-b8",
     ]
     for place in places:
         if (place / "config.json").is_file():

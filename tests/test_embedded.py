@@ -160,8 +160,7 @@ def test_default_draft_is_the_projects_own_where_it_is_present(
     monkeypatch.setattr(embedded, "__file__", str(root / "dflash_hf" / "embedded.py"))
     with pytest.raises(ValueError, match=r"no default draft .*--draft"):
         embedded.default_draft_path()
-    places = [tmp_path / "shared" / "data" / "smollm2-dflash-b8", root / "drafts" / embedded.DRAFT_NAME]
-    for place in places:
+    for place in (root / "drafts" / embedded.DRAFT_NAME, root / "dflash_hf" / "drafts" / embedded.DRAFT_NAME):
         place.mkdir(parents=True)
         (place / "config.json").write_text("{}")
         assert embedded.default_draft_path() == place

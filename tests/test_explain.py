@@ -24,8 +24,8 @@ def target() -> Any:
     return tiny_target("qwen3")
 
 
-def pair_with(target: Any, depth: Any) -> Pair:
-    draft = oracle_draft(target, random_prompt(LENGTH), 30, depth, block_size=BLOCK)
+def pair_with(target: Any, depth: Any, **settings: Any) -> Pair:
+    draft = oracle_draft(target, random_prompt(LENGTH), 30, depth, block_size=BLOCK, **settings)
     return Pair(target, tiny_tokenizer(), draft, "tiny", "oracle")
 
 
@@ -74,6 +74,46 @@ def test_words_name_the_source_of_every_key_row(target: Any) -> None:
     assert "the target's keeps positions 0..12 and drops 2; the draft's holds the context of 0..10" in second
 
 
+@pytest.mark.parametrize(
+    ("depth", "accepted", "sentence"),
+    [
+        (2, 2, "Accept 2 of 3: {0} {1}; the last of them ends the text, so no token of the target's own follows. The"),
+        (1, 1, "Accept 1 of 3: {0}; the target's own {1} follows and ends the text. The"),
+    ],
+)
+def test_last_round_says_what_ended_the_text(depth: int, accepted: int, sentence: str) -> None:
+    ending = tiny_target("qwen3")
+    pair = pair_with(ending, depth)
+    tokens = greedy(ending, random_prompt(LENGTH), 3)[0, LENGTH:].tolist()
+    assert tokens.count(tokens[2]) == 1  # it ends the text where it stands, and not before
+    ending.generation_config.eos_token_id = tokens[2]
+    trace = trace_rounds(pair, random_prompt(LENGTH)[0].tolist(), 2)
+    assert [each.committed for each in trace.rounds] == [tokens[1:]]
+    text = "\n".join(Explanation(pair, trace, 2).lines())
+    words = [repr(pair.tokenizer.decode([token])) for token in tokens[1:]]
+    assert f"{sentence.format(*words)} round commits 2." in text
+    rows = re.findall(r"^ +\d+ .*% +(accepted|refused.*|not asked|own)$", text, re.M)
+    refused = ["refused, the target's own instead"] * (depth == 1)
+    assert rows == ["accepted"] * accepted + refused + ["not asked"] * 2
+
+
+def test_drafts_own_settings_do_not_shorten_the_blocks_shown(target: Any) -> None:
+    pair = pair_with(target, 1)
+    pair.draft.generation_config.num_assistant_tokens = 0
+    pair.draft.generation_config.assistant_confidence_threshold = 1.0
+    trace = trace_rounds(pair, random_prompt(LENGTH)[0].tolist(), 2)
+    assert [len(each.candidates) for each in trace.rounds[:2]] == [BLOCK - 1] * 2
+
+
+def test_a_draft_that_proposes_from_its_anchor_too_has_room_for_all_of_it(target: Any) -> None:
+    pair = pair_with(target, BLOCK, slots_predict_next=True)
+    trace = trace_rounds(pair, random_prompt(LENGTH)[0].tolist(), 2)
+    assert [len(each.committed) for each in trace.rounds[:2]] == [BLOCK + 1] * 2
+    text = "\n".join(Explanation(pair, trace, 2).lines())
+    assert text.count("Head over slots 0 to 3: logits (1, 4, 64) = (B, K, V); each slot proposes the token") == 2
+    assert text.count("Accept 4 of 4") == 2 and "ends the text" not in text
+
+
 def test_tracing_leaves_the_draft_as_it_was(target: Any) -> None:
     pair = pair_with(target, 1)
     hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in pair.draft.modules())
@@ -110,6 +150,10 @@ def test_command_prints_the_rounds_and_draws_the_plot(
     ("arguments", "message"),
     [
         (["--rounds", "0"], "--rounds is 0; it must be at least 1."),
+        (
+            ["--rounds", "1000000"],
+            "has 3 tokens and --rounds is 1000000 (up to 4000001 tokens), together more than the",
+        ),
         (["--plot", "picture.svg"], "--plot is picture.svg, but the plot is a PNG"),
         (["--plot", "/no/such/folder/a.png"], "the folder /no/such/folder does not exist"),
         (["--plot-layer", "7"], "--plot-layer is 7 but the draft has 2 layers, 0 to 1."),

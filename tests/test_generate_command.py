@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from dflash_hf.cli import main
+from dflash_hf.evaluation.generate_command import MIN_TEMPERATURE
 from evaluation_helpers import save_tiny_pair, tiny_tokenizer
-from helpers import greedy, requires_shared, tiny_target
+from helpers import greedy, tiny_target
 
 PROMPT = "w7 w8 w9"
 
@@ -84,7 +85,15 @@ def test_sampled_runs_are_not_compared_token_by_token(pair: list[str], capsys: p
     [
         (["--dtype", "int3"], "--dtype is 'int3', which is none of auto, bfloat16"),
         (["--device", "abacus"], "--device 'abacus' cannot be used"),
-        (["--temperature", "-1"], "--temperature is -1.0; it must be 0 (greedy) or above."),
+        *[(["--device", name], f"--device {name!r} cannot be used") for name in ("meta", "hpu", "privateuseone")],
+        *[
+            (
+                ["--temperature", text],
+                f"--temperature is {float(text)}; it must be 0 (greedy), or a number from 1e-06 up",
+            )
+            for text in ("-1", "1e-45", "inf", "nan")
+        ],
+        (["--seed", str(10**23)], f"--seed is {10**23}; it must be from -2**63 up, and below 2**64."),
         (["--top-p", "0"], "--top-p is 0.0; it must be above 0, and at most 1."),
         (["--top-k", "-2"], "--top-k is -2; it must be 0 (all) or above."),
         (["--max-new-tokens", "0"], "--max-new-tokens is 0; it must be at least 1."),
@@ -100,6 +109,60 @@ def test_a_mistake_gives_one_line_and_exit_status_2(
     out, err = capsys.readouterr()
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert out == "" and len(errors) == 1 and message in errors[0]
+
+
+def test_lowest_temperature_samples_and_seeds_reach_both_ends(pair: list[str]) -> None:
+    for seed in (-(2**63), 2**64 - 1):
+        sampling = ["--temperature", str(MIN_TEMPERATURE), f"--seed={seed}", "--max-new-tokens", "5"]
+        assert main(["generate", PROMPT, *pair, *sampling]) == 0
+
+
+@pytest.mark.parametrize("command", ["generate", "explain"])
+def test_a_prompt_of_other_bytes_than_utf_8_is_refused_before_loading(
+    command: str, pair: list[str], capsys: pytest.CaptureFixture
+) -> None:
+    assert main([command, "w7 \udcff", *pair]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        r"error: PROMPT is 'w7 \udcff', whose character 3 is no Unicode text; write it in UTF-8."
+    ]
+
+
+def test_folders_below_the_home_folder_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    save_tiny_pair(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["generate", PROMPT, "--target", "~/target", "--draft", "~/draft", "--max-new-tokens", "2"]) == 0
+    assert "Loading the target ~/target" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", "[]", r"The files of \S+target cannot be loaded \(TypeError: "),
+        ("generation_config.json", "[]", r"The files of \S+target cannot be loaded \(TypeError: "),
+        ("tokenizer.json", "{}", r"The files of \S+target cannot be loaded \(KeyError: 'added_tokens'\)"),
+        ("tokenizer_config.json", "{", r"The files of \S+target cannot be loaded \(JSONDecodeError: "),
+        ("chat_template.jinja", "{% if %}", r"The chat template of the target fails \(TemplateSyntaxError: "),
+        ("chat_template.jinja", "{{ raise_exception('no') }}", r"template of the target fails \(TemplateError: no\)"),
+        ("chat_template.jinja", "{{ 1 + 'a' }}", r"The chat template of the target fails \(TypeError: "),
+    ],
+)
+def test_damaged_files_of_the_target_are_refused_with_its_name(
+    name: str, content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    target, draft = save_tiny_pair(tmp_path)
+    (Path(target) / name).write_text(content)
+    assert main(["generate", PROMPT, "--target", target, "--draft", draft, "--device", "cpu"]) == 2
+    assert re.search(f"^error: .*{message}", capsys.readouterr().err, re.M)
+
+
+def test_a_target_without_tokenizer_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    target, draft = save_tiny_pair(tmp_path)
+    for file in Path(target).glob("tokenizer*"):
+        file.unlink()
+    assert main(["generate", PROMPT, "--target", target, "--draft", draft, "--device", "cpu"]) == 2
+    assert f"error: The tokenizer of {target} knows no words" in capsys.readouterr().err
 
 
 def test_a_target_without_its_draft_is_refused(pair: list[str], capsys: pytest.CaptureFixture) -> None:
@@ -122,7 +185,6 @@ def test_truncated_target_weights_are_refused_with_their_name(tmp_path: Path, ca
     assert f"error: The weights of {target} cannot be read" in capsys.readouterr().err
 
 
-@requires_shared
 @pytest.mark.real
 def test_the_embedded_pair_answers_in_bf16_and_stands_the_comparison(capsys: pytest.CaptureFixture) -> None:
     assert main(["generate", "What is a lake?", "--compare", "--max-new-tokens", "16"]) == 0

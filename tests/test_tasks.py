@@ -139,10 +139,47 @@ def test_own_files_hold_prompts_turns_or_messages(tmp_path: Path, row: dict[str,
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "is empty"), ("[1]\n", "Line 1 of .* is no JSON object"), ('{"a": 1}\n', "lacks 'messages'")],
+    [
+        ("", "is empty"),
+        ("[1]", "Line 2 of .* is no JSON object"),
+        ("[" * 100_000, "Line 2 of .* is no JSON object"),
+        ('{"a": 1}', "In line 2 of .*own.jsonl, there is neither `prompt`, `turns` nor `messages`; write"),
+        ('{"prompt": 5}', "In line 2 of .*own.jsonl, `prompt` is 5; write a text that is not empty"),
+        ('{"prompt": null}', "`prompt` is None; write a text"),
+        ('{"prompt": ["w7"]}', r"`prompt` is \['w7'\]; write a text"),
+        ('{"prompt": " "}', "`prompt` is ' '; write a text that is not empty"),
+        (r'{"prompt": "a\ud800"}', r"In line 2 of .*, `prompt` is 'a\\ud800', whose character 1 is no Unicode text"),
+        ('{"turns": "w7 w8"}', "`turns` is 'w7 w8'; write a list that is not empty"),
+        ('{"turns": []}', r"`turns` is \[\]; write a list that is not empty"),
+        ('{"turns": ["a", 1]}', r"`turns\[1\]` is 1; write a text"),
+        ('{"messages": {}}', r"`messages` is \{\}; write a list"),
+        ('{"messages": ["a"]}', r"`messages\[0\]` is 'a'; write an object with `role` and `content`"),
+        ('{"messages": [{"role": "system", "content": "a"}]}', "`messages` has none whose `role` is 'user'"),
+        ('{"messages": [{"role": "user"}]}', r"`messages\[0\].content` is None; write a text"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}',
+            r"`messages\[0\].content` is \[\{.*; write a text",
+        ),
+    ],
 )
 def test_an_own_file_without_prompts_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "own.jsonl"
-    path.write_text(text)
+    path.write_text(f'{{"prompt": "a"}}\n{text}\n' if text else "")
     with pytest.raises(ValueError, match=message):
+        load_samples(f"local:{path}", 1)
+
+
+def test_own_files_may_begin_with_a_mark_and_hold_any_line_separator_in_a_string(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_bytes('\ufeff{"prompt": "a\u2028b\x85c"}\r\n{"prompt": "d"}'.encode())
+    assert [sample.turns for sample in load_samples(f"local:{path}")] == [("a\u2028b\x85c",), ("d",)]
+
+
+@pytest.mark.parametrize("text", ['{"prompt": "caf\xe9"}'.encode("latin-1"), '{"prompt": "a"}'.encode("utf-16")])
+def test_own_files_in_another_encoding_are_refused_by_name(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_bytes(text)
+    with pytest.raises(
+        ValueError, match=r"The prompt file .*own\.jsonl is not UTF-8 \(invalid .* at byte \d+\); save"
+    ):
         load_samples(f"local:{path}")

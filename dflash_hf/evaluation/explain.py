@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .models import Pair, add_pair_arguments, check_length, encode_chat, load_pair
+from .models import Pair, add_pair_arguments, check_length, check_text, encode_chat, load_pair
 
 if TYPE_CHECKING:
     from .trace import Round, Trace
@@ -31,6 +31,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Explain; draw if asked to."""
     check_arguments(args)
+    check_text("PROMPT", args.prompt)
     pair = load_pair(args)
     check_layer(pair, args.plot_layer)
     prompt_ids = encode_chat(pair.tokenizer, [{"role": "user", "content": args.prompt}])
@@ -71,10 +72,10 @@ def trace_rounds(pair: Pair, prompt_ids: list[int], rounds: int, with_attention:
 
     from .trace import Trace, traced
 
-    max_new_tokens = 1 + rounds * pair.draft.config.block_size
-    check_length(pair.target, len(prompt_ids), max_new_tokens)
-    pair.draft.generation_config.draft_tree_budget = 0  # the walkthrough is of whole chains
-    pair.draft.generation_config.num_assistant_tokens_schedule = "constant"
+    max_new_tokens = 1 + rounds * (pair.draft.config.num_proposals + 1)
+    check_length(pair.target, len(prompt_ids), max_new_tokens, f"--rounds is {rounds} (up to {max_new_tokens} tokens)")
+    for name, value in whole_chains(pair.draft).items():
+        setattr(pair.draft.generation_config, name, value)
     if with_attention:
         pair.draft.set_attn_implementation("eager")  # the only one that returns its weights
     input_ids = torch.tensor([prompt_ids], device=pair.target.device)
@@ -92,6 +93,16 @@ def trace_rounds(pair: Pair, prompt_ids: list[int], rounds: int, with_attention:
     return trace
 
 
+def whole_chains(draft: Any) -> dict[str, Any]:
+    """The settings of a draft that the walkthrough is of: every block whole, and no tree."""
+    return {
+        "draft_tree_budget": 0,
+        "num_assistant_tokens_schedule": "constant",
+        "num_assistant_tokens": draft.config.num_proposals,
+        "assistant_confidence_threshold": 0.0,
+    }
+
+
 class Explanation:
     """A trace in words."""
 
@@ -100,6 +111,8 @@ class Explanation:
         self.trace = trace
         self.rounds = trace.rounds[:rounds]
         self.config = pair.draft.config
+        ends = pair.target.generation_config.eos_token_id
+        self.end_tokens = ends if isinstance(ends, list) else [ends]
 
     def lines(self) -> list[str]:
         """All of it."""
@@ -175,22 +188,20 @@ class Explanation:
         ]
 
     def _verify(self, each: Round, start: int) -> list[str]:
-        width, accepted = len(each.candidates) + 1, len(each.committed) - 1
+        width = len(each.candidates) + 1
         block = _span(start, start + width - 1)
         lines = [
-            f"  4. Head over slots 1 to {len(each.block_ids) - 1}: logits {_shape((1, *each.logits.shape))} "
-            "= (B, K - 1, V); the anchor's own slot proposes nothing",
+            f"  4. Head over slots {self._slots(each)}",
             f"  5. Verify: the target reads anchor and candidates at positions {block} in one forward, logits "
             f"{_shape((1, *each.target_logits.shape))}:",
             f"       {'position':>8}  {'draft proposes':<26} {'target answers':<26}",
             *self._candidates(each, start),
         ]
-        own = self._token(each.committed[-1])
-        taken = " ".join(self._token(token) for token in each.committed[:-1]) or "nothing"
+        taken = " ".join(self._token(token) for token in each.candidates[: each.num_accepted]) or "nothing"
         return [
             *lines,
-            f"  6. Accept {accepted} of {len(each.candidates)}: {taken}; the target's own {own} follows and is the "
-            f"next anchor. The round commits {len(each.committed)}.",
+            f"  6. Accept {each.num_accepted} of {len(each.candidates)}: {taken}; {self._what_follows(each)}. "
+            f"The round commits {len(each.committed)}.",
             f"  7. Caches: the target's keeps positions {_span(0, each.target_length - 1)} and drops "
             f"{width - len(each.committed)}; the draft's holds the context of {_span(0, each.draft_length - 1)}, and "
             "its block rows will be overwritten.",
@@ -198,22 +209,41 @@ class Explanation:
 
     def _candidates(self, each: Round, start: int) -> list[str]:
         draft_probs, target_probs = each.logits.softmax(-1), each.target_logits.softmax(-1)
-        lines, stands = [], True
+        lines = []
         for slot in range(len(each.target_logits)):
             answer = int(each.target_logits[slot].argmax())
             right = f"{self._token(answer)} {target_probs[slot, answer]:.0%}"
             if slot == len(each.candidates):
-                lines.append(f"       {start + slot + 1:>8}  {'':<26} {right:<26} {'own' if stands else 'not asked'}")
-                break
-            proposal = each.candidates[slot]
-            left = f"{self._token(proposal)} {draft_probs[slot, proposal]:.0%}"
-            before, stands = stands, stands and proposal == answer
-            verdict = "accepted" if stands else "refused, the target's own instead" if before else "not asked"
-            lines.append(f"       {start + slot + 1:>8}  {left:<26} {right:<26} {verdict}")
+                left = ""
+            else:
+                proposal = each.candidates[slot]
+                left = f"{self._token(proposal)} {draft_probs[slot, proposal]:.0%}"
+            lines.append(f"       {start + slot + 1:>8}  {left:<26} {right:<26} {_verdict(each, slot)}")
         return lines
+
+    def _slots(self, each: Round) -> str:
+        last, logits = len(each.block_ids) - 1, _shape((1, *each.logits.shape))
+        if self.config.slots_predict_next:
+            return f"0 to {last}: logits {logits} = (B, K, V); each slot proposes the token behind it"
+        return f"1 to {last}: logits {logits} = (B, K - 1, V); the anchor's own slot proposes nothing"
+
+    def _what_follows(self, each: Round) -> str:
+        if each.ends_in_candidate:
+            return "the last of them ends the text, so no token of the target's own follows"
+        own, is_end = self._token(each.committed[-1]), each.committed[-1] in self.end_tokens
+        return f"the target's own {own} follows and {'ends the text' if is_end else 'is the next anchor'}"
 
     def _token(self, token: int) -> str:
         return repr(self.pair.tokenizer.decode([token]))
+
+
+def _verdict(each: Round, slot: int) -> str:
+    """What became of a slot's candidate; the slot behind the last candidate has none."""
+    if slot < each.num_accepted:
+        return "accepted"
+    if slot > each.num_accepted or each.ends_in_candidate:
+        return "not asked"
+    return "own" if slot == len(each.candidates) else "refused, the target's own instead"
 
 
 def _shape(shape: tuple[int, ...]) -> str:

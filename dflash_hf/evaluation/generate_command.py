@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .models import Pair, add_pair_arguments, check_length, encode_chat, load_pair
+from .models import Pair, add_pair_arguments, check_length, check_text, encode_chat, load_pair
 
 if TYPE_CHECKING:
     from .timing import Timing
 
 DEFAULT_PROMPT = "Explain in a few sentences why the sky is blue."
+MIN_TEMPERATURE = 1e-6  # logits are divided by it; much smaller ones would leave the range of float32
 
 
 def add_parser(subparsers: Any) -> None:
@@ -54,6 +56,7 @@ class Answer:
 def run(args: argparse.Namespace) -> int:
     """Answer, then report. Exit status 1 if `--compare` finds an output that rounding cannot explain."""
     check_sampling(args)
+    check_text("PROMPT", args.prompt)
     pair = load_pair(args, with_draft=not args.no_draft)
     prompt_ids = encode_chat(pair.tokenizer, [{"role": "user", "content": args.prompt}])
     check_length(pair.target, len(prompt_ids), args.max_new_tokens)
@@ -70,10 +73,12 @@ def check_sampling(args: argparse.Namespace) -> None:
     Raises:
         ValueError: For the first one that is.
     """
+    is_temperature = args.temperature == 0 or MIN_TEMPERATURE <= args.temperature < math.inf
     for flag, value, is_right, rule in (
-        ("--temperature", args.temperature, args.temperature >= 0, "0 (greedy) or above"),
+        ("--temperature", args.temperature, is_temperature, f"0 (greedy), or a number from {MIN_TEMPERATURE} up"),
         ("--top-p", args.top_p, 0 < args.top_p <= 1, "above 0, and at most 1"),
         ("--top-k", args.top_k, args.top_k >= 0, "0 (all) or above"),
+        ("--seed", args.seed, -(2**63) <= args.seed < 2**64, "from -2**63 up, and below 2**64"),
     ):
         if not is_right:
             raise ValueError(f"{flag} is {value}; it must be {rule}.")

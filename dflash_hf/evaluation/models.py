@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import reprlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -57,16 +60,18 @@ def load_target(name: str | None, dtype: Any, device: str) -> tuple[Any, Any, st
     """A target in evaluation mode, its tokenizer and its name; the embedded one where none is named."""
     from ..embedded import TARGET_NAME, embedded_target_path
 
-    if name is not None and name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+    if name is not None and name.startswith((".", "/", "~")) and not Path(os.path.expanduser(name)).is_dir():
         raise ValueError(
             f"The target folder {name} does not exist; name a folder with a model, or a model of the Hub."
         )
-    source = name if name is not None else str(embedded_target_path())
+    source = os.path.expanduser(name) if name is not None else str(embedded_target_path())
     shown = name if name is not None else TARGET_NAME
     with announced(f"target {shown}"):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         tokenizer = readable(shown, lambda: AutoTokenizer.from_pretrained(source))
+        if len(tokenizer) <= len(tokenizer.all_special_ids):
+            raise ValueError(f"The tokenizer of {shown} knows no words; put the model's tokenizer files beside it.")
         target = readable(shown, lambda: AutoModelForCausalLM.from_pretrained(source, dtype=dtype))
         return target.to(device).eval(), tokenizer, shown
 
@@ -76,7 +81,7 @@ def load_draft_for(target: Any, name: str | None) -> tuple[Any, str]:
     from ..checkpoints.loading import load_draft
     from ..embedded import default_draft_path
 
-    source = name if name is not None else str(default_draft_path())
+    source = os.path.expanduser(name) if name is not None else str(default_draft_path())
     with announced(f"draft {source}"):
         draft = readable(source, lambda: load_draft(source, target=target))
     return draft.eval(), name if name is not None else Path(source).name
@@ -90,6 +95,17 @@ def readable(name: str, load: Callable[[], Any]) -> Any:
         return load()
     except SafetensorError as error:
         raise ValueError(f"The weights of {name} cannot be read ({error}); download them again.") from error
+    except Exception as error:  # a damaged JSON file comes as a dozen types, from wherever its content is first used
+        if isinstance(error, (ValueError, OSError)) and not isinstance(error, (json.JSONDecodeError, UnicodeError)):
+            raise  # in words already
+        raise ValueError(
+            f"The files of {name} cannot be loaded ({reason(error)}); mend them, or download them again."
+        ) from error
+
+
+def reason(error: BaseException) -> str:
+    """Type and message of another library's error, short enough for a sentence."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
 @contextmanager
@@ -127,11 +143,10 @@ def pick_device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        reason = " ".join(str(error).split())[:120]
+        torch.zeros(1, device=name).item()  # "meta" gives tensors, but not what is in them
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise ValueError(
-            f"--device {name!r} cannot be used ({reason}); choose cpu, or a device that is there."
+            f"--device {name!r} cannot be used ({reason(error)}); choose cpu, or a device that is there."
         ) from None
     return name
 
@@ -139,17 +154,48 @@ def pick_device(name: str) -> str:
 def encode_chat(
     tokenizer: Any, messages: list[dict[str, str]], template_kwargs: dict[str, Any] | None = None
 ) -> list[int]:
-    """Token ids of a conversation up to where the answer begins; its bare text where the tokenizer has no template."""
+    """Token ids of a conversation up to where the answer begins; its bare text where the tokenizer has no template.
+
+    Raises:
+        ValueError: If a message cannot be encoded, or the chat template fails on the conversation.
+    """
+    for message in messages:
+        check_text("The prompt", message["content"])
     if not getattr(tokenizer, "chat_template", None):
         return list(tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"])
-    encoded = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=True, **(template_kwargs or {})
-    )
+    try:
+        encoded = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True, **(template_kwargs or {})
+        )
+    except Exception as error:  # a template is a program of somebody else's, and may fail in any way
+        raise ValueError(
+            f"The chat template of the target fails ({reason(error)}); mend it in the tokenizer's files."
+        ) from error
     return list(encoded["input_ids"])
 
 
-def check_length(target: Any, prompt_length: int, max_new_tokens: int) -> None:
+def check_text(name: str, text: str) -> None:
+    """Refuse text that no tokenizer can read: Python marks bytes that are not UTF-8 by halves of surrogate pairs.
+
+    Raises:
+        ValueError: By the name of the text.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} is {reprlib.repr(text)}, whose character {error.start} is no Unicode text; write it in UTF-8."
+        ) from None
+
+
+def check_length(target: Any, prompt_length: int, max_new_tokens: int, asked: str | None = None) -> None:
     """Refuse a generation that has nothing to start from, or that the target has no positions for.
+
+    Args:
+        target: The model.
+        prompt_length: In tokens.
+        max_new_tokens: How many are to follow.
+        asked: What asked for so many, in words (default: `--max-new-tokens`).
 
     Raises:
         ValueError: If there is no prompt, or prompt and new tokens are together longer than the target's context.
@@ -158,12 +204,22 @@ def check_length(target: Any, prompt_length: int, max_new_tokens: int) -> None:
         raise ValueError("The prompt has 0 tokens, and the target continues at least 1; write something to ask.")
     if max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens is {max_new_tokens}; it must be at least 1.")
+    asked = asked or f"--max-new-tokens is {max_new_tokens}"
     context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if context is not None and prompt_length + max_new_tokens > context:
         raise ValueError(
-            f"The prompt has {prompt_length} tokens and --max-new-tokens is {max_new_tokens}, together more than the "
-            f"target's context of {context} (`max_position_embeddings`); shorten one of them."
+            f"The prompt has {prompt_length} tokens and {asked}, together more than the target's context of {context} "
+            "(`max_position_embeddings`); shorten one of them."
         )
 
 
-__all__ = ["Pair", "add_pair_arguments", "check_length", "encode_chat", "load_pair", "pick_device", "pick_dtype"]
+__all__ = [
+    "Pair",
+    "add_pair_arguments",
+    "check_length",
+    "check_text",
+    "encode_chat",
+    "load_pair",
+    "pick_device",
+    "pick_dtype",
+]

@@ -11,12 +11,14 @@ import gzip
 import importlib.util
 import json
 import random
+import reprlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import generated
+from .models import check_text
 
 SHUFFLE_SEED = 42  # z-lab's, so that the first n samples are the same ones
 REASON = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -168,9 +170,8 @@ def load_samples(name: str, max_samples: int | None = None) -> list[Sample]:
     Raises:
         ValueError: If the rows cannot be reached or lack what the prompt is made of.
     """
-    turns: Callable[[dict[str, Any]], list[str]]
     if name.startswith(LOCAL):
-        rows, turns, count = local_rows(Path(name[len(LOCAL) :])), local_turns, None
+        rows, turns, count = local_rows(Path(name[len(LOCAL) :])), plain_turns("turns"), None
         order = list(range(len(rows)))
     else:
         task = TASKS[name]
@@ -182,42 +183,87 @@ def load_samples(name: str, max_samples: int | None = None) -> list[Sample]:
         return [Sample(name, index, tuple(turns(rows[index]))) for index in order[:limit]]
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"A row of {name} lacks {error}; its columns have changed, or a line of your file holds neither `prompt`, "
-            "`turns` nor `messages`."
+            f"A row of {name} lacks {error}; its columns have changed, so choose another task."
         ) from error
 
 
 def local_rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file.
+    """The lines of a JSONL file, each as its `turns`.
 
     Raises:
-        ValueError: If the file is missing, empty, or has a line that is no JSON object.
+        ValueError: If the file is missing, empty, or has a line that gives no prompts.
     """
-    if not path.is_file():
-        raise ValueError(f"The prompt file {path} does not exist; give a JSONL file with a `prompt` on every line.")
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(local_text(path).split("\n"), start=1):  # a string in JSON may hold other line ends
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict):
             raise ValueError(f"Line {number} of {path} is no JSON object; write one with a `prompt` per line.")
-        rows.append(row)
+        try:
+            rows.append({"turns": local_turns(row)})
+        except ValueError as error:
+            raise ValueError(f"In line {number} of {path}, {error}") from None
     if not rows:
         raise ValueError(f"The prompt file {path} is empty; write one JSON object with a `prompt` per line.")
     return rows
 
 
+def local_text(path: Path) -> str:
+    """What is in a prompt file, without the mark that some editors put first.
+
+    Raises:
+        ValueError: If the file is missing, or not UTF-8.
+    """
+    if not path.is_file():
+        raise ValueError(f"The prompt file {path} does not exist; give a JSONL file with a `prompt` on every line.")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"The prompt file {path} is not UTF-8 ({error.reason} at byte {error.start}); save it in that encoding."
+        ) from None
+
+
 def local_turns(row: dict[str, Any]) -> list[str]:
-    """`prompt` (text), `turns` (texts), or the user's side of `messages`."""
+    """`prompt` (text), `turns` (texts), or the user's side of `messages`.
+
+    Raises:
+        ValueError: If there is none of them, or one that holds anything else.
+    """
     if "prompt" in row:
-        return [row["prompt"]]
+        return [text_in("prompt", row["prompt"])]
     if "turns" in row:
-        return list(row["turns"])
-    return [message["content"] for message in row["messages"] if message["role"] == "user"]
+        return [text_in(f"turns[{i}]", turn) for i, turn in enumerate(list_in("turns", row["turns"]))]
+    if "messages" not in row:
+        raise ValueError("there is neither `prompt`, `turns` nor `messages`; write one of them.")
+    turns = []
+    for i, message in enumerate(list_in("messages", row["messages"])):
+        if not isinstance(message, dict):
+            raise ValueError(f"`messages[{i}]` is {reprlib.repr(message)}; write an object with `role` and `content`.")
+        if message.get("role") == "user":
+            turns.append(text_in(f"messages[{i}].content", message.get("content")))
+    if not turns:
+        raise ValueError("`messages` has none whose `role` is 'user', and those are what is asked; write one.")
+    return turns
+
+
+def list_in(field: str, value: Any) -> list[Any]:
+    """A field that must be a list with something in it."""
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"`{field}` is {reprlib.repr(value)}; write a list that is not empty.")
+    return value
+
+
+def text_in(field: str, value: Any) -> str:
+    """A field that must be text with something in it."""
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"`{field}` is {reprlib.repr(value)}; write a text that is not empty.")
+    check_text(f"`{field}`", value)
+    return value
 
 
 __all__ = ["GROUPS", "TASKS", "Sample", "expand", "load_samples"]

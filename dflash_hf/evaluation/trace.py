@@ -61,6 +61,16 @@ class Round:
     target_length: int = 0
     draft_length: int = 0
 
+    @property
+    def ends_in_candidate(self) -> bool:
+        """Whether an accepted candidate ended the text, so that no token of the target's own follows."""
+        return self.committed == self.candidates[: len(self.committed)]
+
+    @property
+    def num_accepted(self) -> int:
+        """How many candidates stand."""
+        return len(self.committed) - (not self.ends_in_candidate)
+
 
 @dataclass
 class Trace:
