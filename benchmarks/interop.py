@@ -116,6 +116,7 @@ def main() -> int:
     source = Path(args.draft or default_draft_path())
     prompts = prompts_of(tokenizer)[: args.prompts]
     draft = load_draft(source, target)
+    draft.generation_config.draft_tree_budget = 0  # vLLM drafts chains
     answers = [generated(target, draft, prompt, args.max_new_tokens) for prompt in prompts]
     record: dict[str, Any] = {"draft": source.name, "max_new_tokens": args.max_new_tokens, "formats": {}}
     agrees = True
