@@ -69,6 +69,7 @@ class Bench:
     def __init__(self, pair: Pair, args: argparse.Namespace):
         self.target, self.tokenizer, self.draft = pair.target, pair.tokenizer, pair.draft
         self.args = args
+        self.target.generation_config.eos_token_id = None  # a call's own config cannot take it away
 
     def prompts(self, task: str) -> list[list[int]]:
         """The first prompts of a task, as token ids."""

@@ -44,7 +44,7 @@ def run(pair: Any, point: dict[str, int], with_draft: bool, seed: int) -> dict[s
     ids = torch.randint(100, vocabulary, (point["batch"], length), generator=generator).to(target.device)
     config = copy.deepcopy(target.generation_config)
     config.do_sample, config.temperature, config.top_p, config.top_k = False, None, None, None
-    config.max_new_tokens, config.max_length, config.eos_token_id = point["new_tokens"], None, None
+    config.max_new_tokens, config.max_length = point["new_tokens"], None
     modules = {"target": target} | (
         {"draft": pair.draft, "head": target.get_output_embeddings()} if with_draft else {}
     )
@@ -102,6 +102,7 @@ def main() -> None:
     add_pair_arguments(parser)
     args = parser.parse_args()
     pair = load_pair(args)
+    pair.target.generation_config.eos_token_id = None
     pair.draft.generation_config.draft_tree_budget = 0
     pair.draft.generation_config.num_assistant_tokens_schedule = "constant"
     run(pair, {"context": 32, "new_tokens": 8, "batch": 1}, True, 0)  # warm up

@@ -129,9 +129,28 @@ def test_costs_are_those_that_the_clock_shows(clock: FakeClock, one: float, step
         width = 1 + round_number * 7 % 16
         clock.time += one + step * (width - 1)
         policy.learn([0.5] * (width - 1), (width - 1) / 2, width)
-    measured_draft, measured_step = policy._costs()
+    measured_draft, premium, measured_step = policy._costs()
+    assert premium == pytest.approx(0, abs=0.01)
     assert measured_draft == pytest.approx(draft / one, rel=0.01)
     assert measured_step == pytest.approx(step / one, rel=0.01)
+
+
+def test_batch_whose_rows_must_be_moved_for_any_candidate_goes_undrafted(clock: FakeClock) -> None:
+    """A line through widths of two and more does not tell what a round without candidates is spared."""
+    policy = WidthPolicy()
+    drafted = []
+    for _ in range(200):
+        width = 0
+        if policy.wants_draft(16):
+            clock.time += 0.2
+            width = policy.choose([0.5**k for k in range(1, 8)])
+        drafted.append(width > 0)
+        clock.time += 1.0 + (1.2 + 0.05 * width if width else 0.0)
+        policy.learn([0.5**k for k in range(1, width + 1)], 1 - 0.5**width, width + 1)
+    assert not drafted[0], "the first round shows what one token takes"
+    assert sum(drafted) < 10
+    width = policy.choose([0.5**k for k in range(1, 8)]) if policy.wants_draft(8) else None
+    assert width is None, "half the rows: measured anew"
 
 
 @pytest.mark.parametrize("step", [0.001, 0.5])

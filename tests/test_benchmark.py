@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dflash_hf.cli import main
 from dflash_hf.evaluation.methods import METHODS
 from dflash_hf.evaluation.record import SCHEMA_VERSION, read_record
+from dflash_hf.evaluation.sample_log import only_run
 from evaluation_helpers import save_tiny_pair, tiny_tokenizer
-from helpers import greedy, requires_shared, tiny_target
+from helpers import ROOT, greedy, requires_shared, tiny_draft, tiny_target
+from hybrid_targets import hybrid_target
 
 PROMPTS = [{"prompt": "w7 w8"}, {"turns": ["w9 w10 w11", "w12"]}, {"messages": [{"role": "user", "content": "w20"}]}]
 NEW = 14
@@ -287,10 +292,20 @@ def test_log_of_an_older_version_is_left_alone(
     ("arguments", "message"),
     [
         (["--tasks", "gsm9k"], "--tasks names 'gsm9k', which is none of gsm8k, "),
-        (["--methods", "magic"], f"--methods names 'magic', which is none of {', '.join(METHODS)}."),
+        (["--methods", "magic"], f"--methods names 'magic', which is none of {', '.join(METHODS)}; choose"),
         (["--methods", "dflash:width"], "where 'width' is no KEY=VALUE"),
         (["--methods", "dflash", "dflash"], "--methods names one of dflash, dflash, plain twice"),
         (["--methods", "assistant"], "The method 'assistant' needs an ordinary assistant model"),
+        (["--methods", "dflash:fooo=1"], "whose method has no knob 'fooo'; it has draft_tree_budget, "),
+        (["--methods", "dflash:=5"], "whose method has no knob ''; it has draft_tree_budget, "),
+        (["--methods", "dflash:num_assistant_tokens_schedule=foo"], "is 'foo'; it must be auto, constant, "),
+        (["--methods", "dflash:num_assistant_tokens=9"], "`num_assistant_tokens` is 9 but the draft was trained with"),
+        (["--methods", "zlab:draft_tree_budget=8"], "whose method has no knob 'draft_tree_budget'; it has none"),
+        (["--methods", "plain:repetition_penalty=1.5"], "whose method has no knob 'repetition_penalty'; it has none"),
+        (["--methods", "prompt-lookup:prompt_lookup_num_tokens=x"], "is 'x'; it must be a whole number from 1 up"),
+        (["--max-new-tokens", "0"], "--max-new-tokens is 0; it must be at least 1."),
+        (["--warm-up-tokens", "-1"], "--warm-up-tokens is -1; it must be at least 0."),
+        (["--output", "/proc/no/such"], "--output is /proc/no/such, but nothing can be written to /proc"),
         (["--max-samples", "0"], "--max-samples is 0; it must be at least 1."),
         (["--tasks", "local:/no/such/file"], "The prompt file /no/such/file does not exist"),
         (["--temperature", "-1"], "--temperature is -1.0"),
@@ -319,6 +334,168 @@ def test_models_that_do_not_pair_are_refused_before_anything_is_written(
     assert main(command((str(tmp_path / "other"), pair[1]), prompts, tmp_path / "out")) == 2
     assert "`hidden_size` is 32 in the draft but 48 in the target" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
+
+
+def changed_target(pair: tuple[str, str], folder: Path, **settings: Any) -> tuple[str, str]:
+    """The pair with a copy of the target whose generation config has more settings."""
+    shutil.copytree(pair[0], folder)
+    config = folder / "generation_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+    return str(folder), pair[1]
+
+
+def test_target_that_cannot_roll_back_leaves_the_methods_out_that_need_it(
+    prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    target = hybrid_target("qwen3_5")
+    target.save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    tiny_draft(target).save_pretrained(tmp_path / "draft")
+    hybrid = (str(tmp_path / "target"), str(tmp_path / "draft"))
+    argv = command(hybrid, prompts, tmp_path / "out", "--no-plots", "--max-samples", "1")
+    at = argv.index("--methods")
+    defaults = argv[:at] + argv[at + 3 :]
+    assert main(defaults) == 0
+    rows = read_record(tmp_path / "out" / "benchmark.json")["rows"]
+    assert [row["method"] for row in rows] == ["plain", "dflash", "dflash-tree", "dflash-auto"]
+    err = capsys.readouterr().err
+    for method in ("native", "prompt-lookup"):
+        assert f"Left out the method {method}: it cannot take back what the recurrent states of Qwen3_5" in err
+    assert main([*defaults[:-3], "--output", str(tmp_path / "named"), "--methods", "native"]) == 2
+    assert "The method 'native' cannot run here: it cannot take back" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_zlab_is_left_out_where_logits_processors_are_set(
+    pair: tuple[str, str], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    penalised = changed_target(pair, tmp_path / "target", repetition_penalty=1.3)
+    assert main(command(penalised, prompts, tmp_path / "out", "--no-plots", methods=["dflash", "zlab"])) == 2
+    assert "asks for RepetitionPenaltyLogitsProcessor" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_zlab_is_left_out_where_its_format_cannot_express_the_draft(
+    pair: tuple[str, str], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    target = tiny_target("qwen3", dtype=torch.float32)
+    tiny_draft(target, own_head=True).save_pretrained(tmp_path / "draft")
+    own_head = (pair[0], str(tmp_path / "draft"))
+    assert main(command(own_head, prompts, tmp_path / "out", "--no-plots", methods=["zlab"])) == 2
+    assert "The method 'zlab' cannot run here: z-lab's format cannot" in capsys.readouterr().err.splitlines()[-1]
+
+
+def own_prompts(path: Path, *texts: str) -> Path:
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return path
+
+
+def test_a_task_whose_prompts_have_changed_is_not_resumed(
+    pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    prompts = own_prompts(tmp_path / "own.jsonl", "w7", "w8")
+    argv = command(pair, prompts, tmp_path / "out", "--no-plots")
+    assert main(argv) == 0 and main(argv) == 0
+    assert "Nothing new was measured: " in capsys.readouterr().err
+    before = (tmp_path / "out" / "samples.jsonl").read_text()
+    own_prompts(prompts, "w7", "w30")
+    assert main(argv) == 2
+    assert "holds prompt 1 of local:" in capsys.readouterr().err.splitlines()[-1]
+    assert (tmp_path / "out" / "samples.jsonl").read_text() == before
+
+
+def test_a_run_is_not_resumed_with_other_weights_at_the_same_path(
+    pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    shutil.copytree(pair[1], tmp_path / "draft")
+    argv = command((pair[0], str(tmp_path / "draft")), own_prompts(tmp_path / "own.jsonl", "w7"), tmp_path / "out")
+    assert main([*argv, "--no-plots"]) == 0
+    weights = tmp_path / "draft" / "model.safetensors"
+    tensors = {name: tensor + 0.01 for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights, metadata={"format": "pt"})
+    assert main([*argv, "--no-plots"]) == 2
+    assert "holds a run whose `fingerprints` is" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_two_runs_cannot_measure_into_one_folder(
+    pair: tuple[str, str], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    with only_run(tmp_path):
+        assert main(command(pair, prompts, tmp_path)) == 2
+    assert f"Another benchmark is measuring into {tmp_path}" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "samples.jsonl").exists()
+
+
+def test_the_record_holds_the_samples_that_were_asked_for(pair: tuple[str, str], tmp_path: Path) -> None:
+    prompts, output = own_prompts(tmp_path / "own.jsonl", "w7", "w8", "w9"), tmp_path / "out"
+    argv = command(pair, prompts, output, "--no-plots")
+    assert main(argv) == 0 and main([*argv, "--max-samples", "1"]) == 0
+    record = read_record(output / "benchmark.json")
+    assert record["settings"]["max_samples"] == 1 and [row["samples"] for row in record["rows"]] == [1, 1]
+    other = own_prompts(tmp_path / "other.jsonl", "w10")
+    assert main(command(pair, other, output, "--no-plots")) == 0
+    assert {row["task"] for row in read_record(output / "benchmark.json")["rows"]} == {f"local:{other}"}
+
+
+def test_bare_verifications_stand_beside_those_in_the_loop(finished: Path) -> None:
+    record = read_record(finished / "benchmark.json")
+    assert all(best["bare_verification"] > 0 for best in record["best_possible"])
+    assert "verification as a bare forward pass" in (finished / "benchmark.md").read_text()
+    for line in samples(finished):
+        chain, tree = (line["results"][name]["widths"] for name in ALL[1:3])
+        assert len(chain) == len(line["results"]["dflash"]["rounds"]) and max(chain) == 4 and max(tree) == 9
+        assert set(line["results"]["plain"]["widths"]) == {1}
+        assert max(line["results"]["zlab"]["widths"]) == 4
+
+
+def test_record_of_the_default_draft_still_renders(tmp_path: Path) -> None:
+    (record,) = (ROOT / "drafts").glob("*/benchmark.json")
+    (tmp_path / "benchmark.json").write_text(record.read_text())
+    assert main(["benchmark", "--render", str(tmp_path / "benchmark.json"), "--no-plots"]) == 0
+    text = (tmp_path / "benchmark.md").read_text()
+    measured_bare = "bare_verification" in json.loads(record.read_text())["best_possible"][0]
+    assert ("all three as in the loop" in text) is not measured_bare
+
+
+@pytest.mark.parametrize("name", ["$\\frac$.jsonl", "a|b.jsonl"])
+def test_odd_task_names_break_neither_plots_nor_table(
+    pair: tuple[str, str], tmp_path: Path, name: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert main(command(pair, own_prompts(tmp_path / name, "w7"), tmp_path / "out")) == 0
+    assert (tmp_path / "out" / "speedup.png").exists()
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("| task", "| local:"))]
+    columns = [len(re.findall(r"(?<!\\)\|", line)) for line in rows]
+    assert columns[:3] == [columns[0]] * 3
+
+
+def test_all_prompts_skipped_gives_the_reasons(
+    pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    prompts = own_prompts(tmp_path / "own.jsonl", " ".join(["w7"] * 1100))
+    assert main(command(pair, prompts, tmp_path / "out")) == 2
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert "Nothing was measured, as every prompt was skipped: The prompt has" in err
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        (["rows"], "rows"),
+        (["hardware", "gpu"], "hardware.gpu"),
+        (["rows", 1, "seconds"], "rows[1].seconds"),
+        (["rows", 0, "seconds", "head"], "rows[0].seconds.head"),
+        (["best_possible", 0, "reached"], "best_possible[0].reached"),
+    ],
+)
+def test_record_that_lacks_a_field_gives_one_sentence(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture, path: list[Any], named: str
+) -> None:
+    record = json.loads((finished / "benchmark.json").read_text())
+    holder = record
+    for step in path[:-1]:
+        holder = holder[step]
+    del holder[path[-1]]
+    (tmp_path / "benchmark.json").write_text(json.dumps(record))
+    assert main(["benchmark", "--render", str(tmp_path / "benchmark.json")]) == 2
+    assert f"is damaged: it has no right `{named}`" in capsys.readouterr().err.splitlines()[-1]
 
 
 @requires_shared

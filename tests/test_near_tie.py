@@ -50,12 +50,57 @@ def test_the_second_best_token_is_a_near_tie_only_within_the_tolerance(
 ) -> None:
     scores = scores_after(target, prompt, plain[:5])
     second = int(scores.topk(2).indices[1])
-    changed = [*plain[:5], second, *plain[6:]]
+    changed = continued(target, prompt, [*plain[:5], second], 12)
     gap = float(scores.max() - scores[second])
     step = compare(target, prompt, plain, changed, tie_steps=1).tolerance
     assert gap > 0
     assert compare(target, prompt, plain, changed, tie_steps=gap / step * 1.01).verdict == "near_tie"
     assert compare(target, prompt, plain, changed, tie_steps=gap / step * 0.99).verdict == "wrong"
+
+
+def continued(target: Any, prompt: torch.Tensor, taken: list[int], length: int) -> list[int]:
+    """What the target alone makes of the new tokens `taken`, `length` tokens in all."""
+    prefix = torch.cat([prompt, torch.tensor([taken])], 1)
+    return [*taken, *greedy(target, prefix, length - len(taken))[0, prefix.shape[1] :].tolist()]
+
+
+def test_what_follows_a_near_tie_is_checked_to_the_end(target: Any, prompt: torch.Tensor, plain: list[int]) -> None:
+    second = int(scores_after(target, prompt, plain[:2]).topk(2).indices[1])
+    found = continued(target, prompt, [*plain[:2], second], 12)
+    scores = scores_after(target, prompt, plain[:2])
+    step = compare(target, prompt, plain, found, tie_steps=1).tolerance
+    steps = float(scores.max() - scores[second]) / step * 1.01  # the smallest tolerance that lets this one pass
+    tie = compare(target, prompt, plain, found, tie_steps=steps)
+    assert (tie.verdict, tie.position, tie.ties) == ("near_tie", 2, 1)
+    worst = int(scores_after(target, prompt, found[:6]).argmin())
+    garbage = compare(target, prompt, plain, [*found[:6], worst, *found[7:]], tie_steps=steps)
+    assert (garbage.verdict, garbage.position, garbage.expected, garbage.found) == ("wrong", 6, found[6], worst)
+    cut = compare(target, prompt, plain, found[:8], generation_config=limited(target, 12), tie_steps=steps)
+    assert (cut.verdict, cut.position) == ("wrong", 8)
+
+
+def limited(target: Any, max_new_tokens: int, **settings: Any) -> Any:
+    """The target's generation config with a limit."""
+    import copy
+
+    config = copy.deepcopy(target.generation_config)
+    config.update(max_new_tokens=max_new_tokens, **settings)
+    return config
+
+
+def test_a_second_near_tie_counts_and_an_end_of_text_at_a_tie_ends_the_check(
+    target: Any, prompt: torch.Tensor, plain: list[int]
+) -> None:
+    found = plain
+    for position in (1, 5):
+        second = int(scores_after(target, prompt, found[:position]).topk(2).indices[1])
+        found = continued(target, prompt, [*found[:position], second], 12)
+    tie = compare(target, prompt, plain, found, tie_steps=1e9)
+    assert (tie.verdict, tie.position, tie.ties) == ("near_tie", 1, 2)
+    assert describe(tie, tiny_tokenizer()).endswith("; from there on they part at 1 more near tie")
+    config = limited(target, 12, eos_token_id=[found[1]])
+    assert compare(target, prompt, plain, found[:2], generation_config=config, tie_steps=1e9).verdict == "near_tie"
+    assert compare(target, prompt, plain, found[:3], generation_config=config, tie_steps=1e9).verdict == "wrong"
 
 
 @pytest.mark.parametrize("end", [0, 4])

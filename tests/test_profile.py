@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from dflash_hf.cli import main
-from dflash_hf.evaluation.profile import Profile
-from dflash_hf.evaluation.stopwatch import FORWARDS, PARTS, PYTHON, Stopwatch
+from dflash_hf.evaluation import bare
+from dflash_hf.evaluation.bare import mean_over
+from dflash_hf.evaluation.profile import Profile, width_in_words
+from dflash_hf.evaluation.stopwatch import PARTS, PYTHON, RoundTime, Stopwatch
 from dflash_hf.evaluation.trace import loops_watched
 from evaluation_helpers import save_tiny_pair
 from helpers import random_prompt, tiny_target
@@ -63,7 +65,7 @@ def watched_rounds(monkeypatch: pytest.MonkeyPatch) -> tuple[Stopwatch, Any]:
 def test_every_part_of_a_round_is_charged_to_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     stopwatch, _ = watched_rounds(monkeypatch)
     assert len(stopwatch.rounds) == (NEW - 1) // (DEPTH + 1)
-    assert stopwatch.medians() == {part: COSTS.get(part, 0.0) for part in PARTS}
+    assert stopwatch.means() == {part: COSTS.get(part, 0.0) for part in PARTS}
 
 
 def test_slices_follow_each_other_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,14 +85,40 @@ def test_watching_leaves_draft_and_target_as_they_were(monkeypatch: pytest.Monke
 
 def test_best_possible_speedup_is_the_formula() -> None:
     class Watch:
-        def medians(self) -> dict[str, float]:
+        def means(self) -> dict[str, float]:
             return dict.fromkeys(PARTS, 0.0) | {"draft forward": 1.0, "head": 0.5, "acceptance": 0.5} | {
                 "verification forward": 3.0
             }  # fmt: skip
 
-    profile = Profile(Watch(), [3, 5], width=4, plain_step=2.0, bare_step=1.8, bare_verification=2.5, speedup=1.5)  # type: ignore[arg-type]
+    profile = Profile(Watch(), [3, 5], plain_step=2.0, bare_step=1.8, bare_verification=2.5, speedup=1.5)  # type: ignore[arg-type]
     assert profile.best_speedup == pytest.approx(4.0 * 2.0 / (1.0 + 0.5 + 2.5))
     assert profile.overhead == pytest.approx(0.5 / 5.0)
+
+
+def test_rounds_that_differ_are_averaged_over_all_of_them() -> None:
+    drafting = RoundTime([("draft forward", 0.0, 2.0), ("verification forward", 2.0, 6.0)], width=16)
+    plain = RoundTime([("verification forward", 0.0, 1.0)], width=2)
+    stopwatch = Stopwatch()
+    stopwatch.rounds = [drafting, plain, plain]
+    parts = stopwatch.means()
+    assert parts["draft forward"] == pytest.approx(2 / 3) and parts["verification forward"] == pytest.approx(2.0)
+    assert sum(parts.values()) == pytest.approx(8 / 3)
+    widths = [each.width for each in stopwatch.rounds]
+    assert mean_over(widths, {16: 4.0, 2: 1.0}) == pytest.approx(2.0)
+    assert width_in_words(widths) == "2 to 16 tokens (6.7 on average)" and width_in_words([4, 4]) == "4 tokens"
+
+
+def test_few_of_many_widths_are_timed_and_the_others_lie_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[int] = []
+
+    def by_width(target: Any, text_ids: list[int], widths: list[int]) -> list[float]:
+        timed.extend(widths)
+        return [10.0 + width for width in widths]
+
+    monkeypatch.setattr(bare, "_time", by_width)
+    seconds = bare.bare_forwards(tiny_target("qwen3"), [5, 6, 7], [*range(1, 65), 3])
+    assert len(timed) == bare.MOST_WIDTHS and (timed[0], timed[-1]) == (1, 64)
+    assert seconds == {width: pytest.approx(10.0 + width) for width in range(1, 65)}
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +136,8 @@ def test_command_reports_parts_bare_passes_and_the_limit(
     out = capsys.readouterr().out
     shares = {name: float(share) for name, share in re.findall(r"^  ([A-Za-z ]+?) +[\d.]+ ms +([\d.]+)%", out, re.M)}
     assert list(shares) == list(PARTS) and sum(shares.values()) == pytest.approx(100, abs=1)
-    assert all(shares[name] > 0 for name in FORWARDS)
     width = 7 if "tree" in method else 4
-    assert f"{width} tokens verified in each" in out
+    assert re.search(rf"\(means of \d+ rounds, \d to {width} tokens \([\d.]+ on average\) verified in each\):", out)
     assert re.search(r"Best possible speed-up: .* = [\d.]+; measured [\d.]+, \d+% of it\.", out)
     assert plot.read_bytes().startswith(b"\x89PNG")
 
@@ -120,7 +147,9 @@ def test_command_reports_parts_bare_passes_and_the_limit(
     [
         (["--method", "zlab"], "--method is 'zlab', whose rounds are not this package's"),
         (["--method", "native"], "--method is 'native', whose rounds are not this package's"),
-        (["--method", "nonsense"], "names 'nonsense', which is none of"),
+        (["--method", "assistant"], "--method is 'assistant', whose rounds are not this package's"),
+        (["--method", "nonsense"], "--method names 'nonsense', which is none of"),
+        (["--method", "dflash:xx=1"], "--method has 'dflash:xx=1', whose method has no knob 'xx'"),
         (["--plot", "a.pdf"], "the plot is a PNG"),
     ],
 )

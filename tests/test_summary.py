@@ -87,6 +87,15 @@ def test_a_near_tie_is_counted_and_is_not_wrong() -> None:
     assert chain["correct"] is True and chain["outputs"]["near_tie"] == 1
 
 
+def test_an_output_that_loops_where_plain_does_not_is_in_no_figure_of_its_method() -> None:
+    looping = line(4, result(12.0, 12), result(0.1, 12, (12,)))
+    looping["results"]["dflash"]["repetitive"] = True
+    plain, chain = build_rows([*LINES, looping], METHODS)
+    assert (plain["samples"], chain["samples"], chain["samples_repetitive"]) == (4, 3, 2)
+    assert chain["speedup"] == pytest.approx(3.0) and chain["acceptance_length"] == pytest.approx(36 / 13)
+    assert [flag.get("method") for flag in build_flags([looping])] == ["dflash"]
+
+
 def test_only_loops_leave_a_row_without_figures() -> None:
     _, chain = build_rows([LINES[3]], METHODS)
     assert chain["samples"] == 0 and chain["tokens_per_second"] is None and chain["acceptance_length"] is None
@@ -116,6 +125,14 @@ def test_best_possible_is_the_formula() -> None:
     assert best["speedup"] == pytest.approx(12 / 5) and best["reached"] == pytest.approx(0.8)
 
 
+def test_best_possible_takes_the_bare_verification_where_there_is_one() -> None:
+    parts = {"draft": 1.0, "head": 0.5, "target": 2.5, "elsewhere": 1.0}
+    rows = build_rows([line(0, result(12.0, 12), result(5.0, 12, (3, 3, 3, 3), **parts))], METHODS)
+    (best,) = best_possible(rows, {("t", "dflash"): 0.375})
+    assert best["best_speedup"] == pytest.approx(3.0 * 1.0 / (0.25 + 0.125 + 0.375))
+    assert best["overhead_share"] == pytest.approx(0.2) and best["bare_verification"] == 0.375
+
+
 LIST = [token for item in range(30) for token in (1, 100 + item, 200 + item, 300 + item, 2)]
 
 
@@ -128,6 +145,7 @@ LIST = [token for item in range(30) for token in (1, 100 + item, 200 + item, 300
         ([*range(200), *[7, 8, 9] * 20], False),  # a refrain in a long text
         ([*range(60), *range(20), *range(20)], False),  # twice is no loop
         ([*range(40), *list(range(500, 520)) * 3], True),
+        (list(range(80)) * 12, True),  # a long period
         (LIST, False),
         ([4, 4, 4, 4, 4], False),
         ([], False),

@@ -20,6 +20,7 @@ from .record import read_record, write_record, write_text
 
 if TYPE_CHECKING:
     from .measure import Measurer
+    from .methods import Method, Runner
     from .sample_log import SampleLog
 
 RECORD, REPORT, SAMPLES = "benchmark.json", "benchmark.md", "samples.jsonl"
@@ -54,15 +55,19 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, or resume, or render. Exit status 1 if an output was wrong."""
+    from .sample_log import only_run
+
     if args.render is not None:
         return render(read_record(args.render), args.render.parent, not args.no_plots)
     check_arguments(args)
     samples = [sample for name in tasks.expand(args.tasks) for sample in tasks.load_samples(name, args.max_samples)]
     parse_methods(args.methods, has_draft=True, has_assistant=args.assistant is not None)  # before loading anything
-    pair = load_pair(args)
-    record = measure(pair, samples, args)
-    write_record(args.output / RECORD, record)
-    return render(read_record(args.output / RECORD), args.output, not args.no_plots)
+    measurer = prepare(load_pair(args), args)
+    args.output.mkdir(parents=True, exist_ok=True)
+    with only_run(args.output):
+        record = measure(measurer, samples, args)
+        write_record(args.output / RECORD, record)
+        return render(read_record(args.output / RECORD), args.output, not args.no_plots)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -72,28 +77,53 @@ def check_arguments(args: argparse.Namespace) -> None:
         ValueError: By the name of the flag.
     """
     check_sampling(args)
-    if args.max_samples is not None and args.max_samples < 1:
-        raise ValueError(f"--max-samples is {args.max_samples}; it must be at least 1.")
-    if args.output.exists() and not args.output.is_dir():
-        raise ValueError(f"--output is {args.output}, which is a file; name a folder.")
+    for name, least in (("max_samples", 1), ("max_new_tokens", 1), ("warm_up_tokens", 0)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
+    check_output(args.output)
 
 
-def measure(pair: Pair, samples: list[tasks.Sample], args: argparse.Namespace) -> dict[str, Any]:
-    """Measure what the log does not hold yet, and make the record of all of it."""
+def check_output(folder: Path) -> None:
+    """Refuse an output folder that cannot be written to, and leave no trace of the trial.
+
+    Raises:
+        ValueError: If it is a file, or it, or the nearest folder above it that exists, cannot be written to.
+    """
+    import tempfile
+
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output is {folder}, which is a file; name a folder.")
+    nearest = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    try:
+        tempfile.TemporaryDirectory(dir=nearest).cleanup()
+    except OSError as error:
+        raise ValueError(
+            f"--output is {folder}, but nothing can be written to {nearest} ({error.strerror}); name another folder."
+        ) from None
+
+
+def prepare(pair: Pair, args: argparse.Namespace) -> Measurer:
+    """What measures the methods that can run on the pair."""
     from .measure import Measurer
     from .methods import Runner
-    from .sample_log import SampleLog
+    from .runnable import runnable
     from .timing import clock_for
 
-    methods = parse_methods(args.methods, has_draft=True, has_assistant=args.assistant is not None)
+    chosen = parse_methods(args.methods, has_draft=True, has_assistant=args.assistant is not None)
     runner = Runner(pair, load_assistant(args, pair))
-    args.output.mkdir(parents=True, exist_ok=True)
-    settings = run_settings(pair, args, [(method.name, method.settings) for method in methods])
-    log = SampleLog(args.output / SAMPLES, settings)
     config = generation_config_for(pair.target, args)
-    measurer = Measurer(runner, methods, config, clock_for(pair.target.device), args.seed)
+    methods = runnable(chosen, args.methods is not None, runner, config)
+    return Measurer(runner, methods, config, clock_for(pair.target.device), args.seed)
+
+
+def measure(measurer: Measurer, samples: list[tasks.Sample], args: argparse.Namespace) -> dict[str, Any]:
+    """Measure what the log does not hold yet, and make the record of all of it."""
+    from .sample_log import SampleLog
+
+    log = SampleLog(args.output / SAMPLES, run_settings(measurer.runner, args, measurer.methods))
     measure_missing(measurer, log, samples, args)
-    return build_record(pair, log, args)
+    return build_record(measurer.runner.pair, log, samples, args)
 
 
 def load_assistant(args: argparse.Namespace, pair: Pair) -> Any:
@@ -105,10 +135,13 @@ def load_assistant(args: argparse.Namespace, pair: Pair) -> Any:
     return load_target(args.assistant, pair.target.dtype, str(pair.target.device))[0]
 
 
-def run_settings(pair: Pair, args: argparse.Namespace, methods: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+def run_settings(runner: Runner, args: argparse.Namespace, methods: list[Method]) -> dict[str, Any]:
     """Everything that two lines of one log must have in common."""
     from .environment import commit, hardware, versions
+    from .fingerprint import fingerprint
 
+    pair = runner.pair
+    models = {"target": pair.target, "draft": pair.draft, "assistant": runner.assistant}
     names = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "thinking", "assistant", "warm_up_tokens")
     return {
         "target": pair.target_name,
@@ -116,7 +149,8 @@ def run_settings(pair: Pair, args: argparse.Namespace, methods: list[tuple[str, 
         "dtype": str(pair.target.dtype).removeprefix("torch."),
         "device": str(pair.target.device),
         "attention": [model.config._attn_implementation for model in (pair.target, pair.draft)],
-        "methods": dict(methods),
+        "fingerprints": {name: fingerprint(model) for name, model in models.items() if model is not None},
+        "methods": {method.name: method.settings for method in methods},
         **{name: getattr(args, name) for name in names},
         "commit": commit(),
         "versions": versions(),
@@ -128,32 +162,41 @@ def measure_missing(measurer: Measurer, log: SampleLog, samples: list[tasks.Samp
     """Measure every prompt that has no line yet, under a progress bar."""
     from tqdm import tqdm
 
-    from .environment import now
-
-    pair = measurer.runner.pair
     total = sum(len(sample.turns) for sample in samples)
-    is_warm = False
+    added = 0
     with tqdm(total=total, desc="prompts", unit="prompt", dynamic_ncols=True) as bar:
-        for number, (sample, turn, prompt_ids) in enumerate(prompts(samples, pair.tokenizer, log, args)):
-            if not log.has(sample.task, sample.index, turn):
+        for number, (sample, turn, prompt_ids) in enumerate(prompts(samples, measurer, log, args)):
+            line = log.find(sample.task, sample.index, turn)
+            if line is not None:
+                log.check_same_prompt(line, prompt_ids)
+            else:
                 bar.set_postfix_str(sample.task)
                 line = {"task": sample.task, "index": sample.index, "turn": turn, "prompt_tokens": len(prompt_ids)}
-                try:
-                    check_length(pair.target, len(prompt_ids), args.max_new_tokens)
-                except ValueError as error:
-                    log.add({**line, "skipped": str(error)})
-                else:
-                    if not is_warm:
-                        measurer.warm_up(prompt_ids, min(args.warm_up_tokens, args.max_new_tokens))
-                        is_warm = True
-                    log.add({**line, "prompt_ids": prompt_ids, "date": now(), **measurer.prompt(prompt_ids, number)})
+                log.add(line | {"prompt_ids": prompt_ids} | measure_prompt(measurer, prompt_ids, number, args))
+                added += 1
             bar.update()
+    if not added:
+        print(f"Nothing new was measured: {log.path} holds all of these prompts.", file=sys.stderr)
+
+
+def measure_prompt(measurer: Measurer, prompt_ids: list[int], number: int, args: argparse.Namespace) -> dict[str, Any]:
+    """What is logged of a prompt beside where it is from: figures and a date, or why it was skipped."""
+    from .environment import now
+
+    try:
+        check_length(measurer.runner.pair.target, len(prompt_ids), args.max_new_tokens)
+    except ValueError as error:
+        return {"skipped": str(error)}
+    if not measurer.is_warm and args.warm_up_tokens:
+        measurer.warm_up(prompt_ids, min(args.warm_up_tokens, args.max_new_tokens))
+    return {"date": now(), **measurer.prompt(prompt_ids, number)}
 
 
 def prompts(
-    samples: list[tasks.Sample], tokenizer: Any, log: SampleLog, args: argparse.Namespace
+    samples: list[tasks.Sample], measurer: Measurer, log: SampleLog, args: argparse.Namespace
 ) -> Iterator[tuple[tasks.Sample, int, list[int]]]:
     """Every turn of every sample as token ids; answers to earlier turns are plain `generate`'s, for all methods."""
+    tokenizer = measurer.runner.pair.tokenizer
     for sample in samples:
         messages: list[dict[str, str]] = []
         for turn, text in enumerate(sample.turns):
@@ -169,16 +212,24 @@ def template_kwargs(args: argparse.Namespace) -> dict[str, Any]:
     return {} if args.thinking is None else {"enable_thinking": args.thinking == "on"}
 
 
-def build_record(pair: Pair, log: SampleLog, args: argparse.Namespace) -> dict[str, Any]:
-    """The record of everything in the log."""
-    from .limits import best_possible
+def build_record(pair: Pair, log: SampleLog, samples: list[tasks.Sample], args: argparse.Namespace) -> dict[str, Any]:
+    """The record of what the log holds of these samples; it may hold more, of earlier calls.
+
+    Raises:
+        ValueError: If every prompt was skipped.
+    """
+    from .limits import bare_verifications, best_possible
     from .summary import build_flags, build_rows
 
-    measured = [line for line in log.lines if "results" in line]
+    found = [log.find(sample.task, sample.index, turn) for sample in samples for turn in range(len(sample.turns))]
+    lines = [line for line in found if line is not None]
+    measured = [line for line in lines if "results" in line]
     if not measured:
-        raise ValueError("Nothing was measured: every prompt is longer than the target's context.")
+        reasons = " ".join(dict.fromkeys(line["skipped"] for line in lines))
+        raise ValueError(f"Nothing was measured, as every prompt was skipped: {reasons}")
     conditions = ("commit", "dtype", "hardware", "versions")
-    rows = build_rows(log.lines, log.run["methods"])
+    rows = build_rows(lines, log.run["methods"])
+    verifications = bare_verifications(pair.target, measured, list(log.run["methods"]))
     return {
         "date": max(line["date"] for line in measured),
         **{name: log.run[name] for name in conditions},
@@ -192,8 +243,8 @@ def build_record(pair: Pair, log: SampleLog, args: argparse.Namespace) -> dict[s
         | {name: value for name, value in log.run.items() if name not in (*conditions, "target", "draft")},
         "prompts": first_prompts(measured, pair.tokenizer, args),
         "rows": rows,
-        "best_possible": best_possible(rows),
-        "flagged": build_flags(log.lines),
+        "best_possible": best_possible(rows, verifications),
+        "flagged": build_flags(lines),
     }
 
 

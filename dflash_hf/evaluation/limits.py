@@ -2,46 +2,87 @@
 
     best = acceptance length x plain step / (draft + head + verification)
 
-The plain step is what plain `generate` takes for a token while decoding; the others are the mean forward passes of a
-round, as they were measured inside the loop. What was reached of it is what everything outside of them costs.
+The plain step is what plain `generate` takes for a token while decoding. Draft and head are the mean forward passes
+of a round, as they were measured inside the loop; the verification is a bare forward of the target (`bare`), timed
+outside of any loop at the widths that the rounds had. What was not reached of it is what all the rest costs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from .methods import PLAIN
+from .bare import bare_forwards, mean_over
+from .summary import is_loop
 
 
-def best_possible(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def bare_verifications(
+    target: Any, lines: Sequence[dict[str, Any]], methods: Sequence[str]
+) -> dict[tuple[str, str], float]:
+    """Seconds of a bare verification by task and method, the mean over the widths of the target's forwards.
+
+    Timed behind the middle of the answer that is of median length, prompt included, among the samples' measured lines.
+    """
+    widths: dict[tuple[str, str], list[int]] = {}
+    for line in lines:
+        for method in methods:
+            result = line["results"][method]
+            if result["rounds"] and not is_loop(line, method):
+                widths.setdefault((line["task"], method), []).extend(result["widths"])
+    widths = {key: found for key, found in widths.items() if found}
+    if not widths:
+        return {}
+    seconds = bare_forwards(target, median_text(lines), [width for found in widths.values() for width in found])
+    return {key: mean_over(found, seconds) for key, found in widths.items()}
+
+
+def median_text(lines: Sequence[dict[str, Any]]) -> list[int]:
+    """Token ids of a prompt and the first half of its plain answer: the line where these are of median number."""
+    texts = []
+    for line in lines:
+        answer = line["results"]["plain"]["tokens"]
+        texts.append([*line["prompt_ids"], *answer[: len(answer) // 2]])
+    return sorted(texts, key=len)[len(texts) // 2]
+
+
+def best_possible(
+    rows: list[dict[str, Any]], verifications: dict[tuple[str, str], float] | None = None
+) -> list[dict[str, Any]]:
     """For each row that drafts: the parts of the formula, the best speed-up, and the share of it that was reached.
 
     Speeds here are pooled, as the parts are.
+
+    Args:
+        rows: See `summary`.
+        verifications: Seconds of a bare verification by task and method; those inside the loop where there is none.
     """
-    plain = {row["task"]: row for row in rows if row["method"] == PLAIN}
     found = []
     for row in rows:
-        speed, accepted = plain[row["task"]]["tokens_per_second_pooled"], row["acceptance_length"]
-        if not speed or not accepted or not row["acceptance_histogram"]:
+        speed, speedup, accepted = row["tokens_per_second_pooled"], row["speedup_pooled"], row["acceptance_length"]
+        if not speed or not speedup or not accepted or not row["acceptance_histogram"]:
             continue
         rounds = sum(row["acceptance_histogram"])
         per_round = {name: seconds / rounds for name, seconds in row["seconds"].items() if name != "prefill"}
-        passes = per_round["draft"] + per_round["head"] + per_round["target"]
-        best = accepted / speed / passes if passes else None
+        in_loop = per_round["draft"] + per_round["head"] + per_round["target"]
+        bare = (verifications or {}).get((row["task"], row["method"]))
+        passes = per_round["draft"] + per_round["head"] + (per_round["target"] if bare is None else bare)
+        plain_step = speedup / speed  # on the same prompts
+        best = accepted * plain_step / passes if passes else None
         found.append(
             {
                 "task": row["task"],
                 "method": row["method"],
                 "acceptance_length": accepted,
-                "plain_step": 1 / speed,
+                "plain_step": plain_step,
                 **{f"{name}_per_round": seconds for name, seconds in per_round.items()},
-                "overhead_share": per_round["elsewhere"] / (passes + per_round["elsewhere"]),
+                "bare_verification": bare,
+                "overhead_share": per_round["elsewhere"] / (in_loop + per_round["elsewhere"]),
                 "best_speedup": best,
-                "speedup": row["speedup_pooled"],
-                "reached": row["speedup_pooled"] / best if best and row["speedup_pooled"] else None,
+                "speedup": speedup,
+                "reached": speedup / best if best else None,
             }
         )
     return found
 
 
-__all__ = ["best_possible"]
+__all__ = ["bare_verifications", "best_possible", "median_text"]

@@ -20,7 +20,9 @@ class Measured:
     Attributes:
         tokens: The new tokens.
         rounds: Tokens that each round after the prefill committed; empty where nothing drafts.
+        widths: Tokens of each forward of the target after the prefill.
         comparison: With plain `generate`'s tokens; `None` when sampling, where two runs may differ.
+        repetitive: Whether the tokens are a loop.
     """
 
     tokens: list[int]
@@ -31,7 +33,9 @@ class Measured:
     decoded_tokens: int
     rounds: list[int]
     peak_memory_mib: float | None
+    widths: list[int]
     comparison: dict[str, Any] | None = None
+    repetitive: bool = False
 
 
 class Measurer:
@@ -51,6 +55,7 @@ class Measurer:
         self.generation_config = generation_config
         self.clock = clock
         self.seed = seed
+        self.is_warm = False
 
     def warm_up(self, prompt_ids: list[int], max_new_tokens: int) -> None:
         """Run each method briefly: the first forwards of a process are slower."""
@@ -60,9 +65,10 @@ class Measurer:
         config.max_new_tokens = max_new_tokens
         for method in self.methods:
             self.run(method, prompt_ids, config)
+        self.is_warm = True
 
     def prompt(self, prompt_ids: list[int], turn: int) -> dict[str, Any]:
-        """All methods on one prompt: `repetitive`, `plain_tokens` and `results` by method."""
+        """All methods on one prompt: `results` by method, and whether plain's is `repetitive`."""
         start = turn % len(self.methods)
         found = {
             method.name: self.run(method, prompt_ids, self.generation_config)
@@ -73,7 +79,7 @@ class Measurer:
             for measured in found.values():
                 measured.comparison = self._compare(prompt_ids, plain, measured.tokens)
         return {
-            "repetitive": is_repetitive(plain),
+            "repetitive": found[PLAIN].repetitive,
             "results": {method.name: asdict(found[method.name]) for method in self.methods},
         }
 
@@ -99,6 +105,8 @@ class Measurer:
             decoded_tokens=timing.decoded_tokens,
             rounds=rounds,
             peak_memory_mib=peak.mib,
+            widths=[width for name, _, _, width in timing.spans if name == "target"],
+            repetitive=is_repetitive(output.tokens),
         )
 
     def _compare(self, prompt_ids: list[int], plain: list[int], tokens: list[int]) -> dict[str, Any]:

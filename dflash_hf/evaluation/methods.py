@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .knobs import ASSISTANT, DRAFT, PROMPT_LOOKUP, Knob, check_knob
 from .models import Pair
 
 PLAIN = "plain"
@@ -31,12 +32,14 @@ class Method:
         draft_settings: Set on the draft's generation config for this method.
         generate_settings: Set on the target's generation config for this method.
         name: As the user wrote it.
+        knobs: What the user may set.
     """
 
     assistant: str | None = None
     draft_settings: dict[str, Any] = field(default_factory=dict)
     generate_settings: dict[str, Any] = field(default_factory=dict)
     name: str = ""
+    knobs: dict[str, Knob] = field(default_factory=dict, repr=False)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -44,14 +47,15 @@ class Method:
         return {**self.draft_settings, **self.generate_settings}
 
 
+_OURS = {"num_assistant_tokens_schedule": "constant"}
 METHODS: dict[str, Method] = {
     PLAIN: Method(),
-    "dflash": Method("draft", {"draft_tree_budget": 0, "num_assistant_tokens_schedule": "constant"}),
-    "dflash-tree": Method("draft", {"draft_tree_budget": 64, "num_assistant_tokens_schedule": "constant"}),
-    "dflash-auto": Method("draft", {"draft_tree_budget": "auto"}),
+    "dflash": Method("draft", {"draft_tree_budget": 0, **_OURS}, knobs=DRAFT),
+    "dflash-tree": Method("draft", {"draft_tree_budget": 64, **_OURS}, knobs=DRAFT),
+    "dflash-auto": Method("draft", {"draft_tree_budget": "auto"}, knobs=DRAFT),
     "native": Method("draft", {}, {"speculation_type": "dflash"}),
-    "prompt-lookup": Method(None, {}, {"prompt_lookup_num_tokens": 10}),
-    "assistant": Method("assistant"),
+    "prompt-lookup": Method(None, {}, {"prompt_lookup_num_tokens": 10}, knobs=PROMPT_LOOKUP),
+    "assistant": Method("assistant", knobs=ASSISTANT),
     "zlab": Method("zlab"),
 }
 DEFAULT = (PLAIN, "dflash", "dflash-tree", "dflash-auto", "native", "prompt-lookup", "assistant", "zlab")
@@ -61,9 +65,9 @@ def parse_methods(specs: Sequence[str] | None, has_draft: bool, has_assistant: b
     """Methods by name; without names all that can run here. Plain `generate` always runs, as what others are held to.
 
     Raises:
-        ValueError: For an unknown name or knob, or a method that lacks what it needs.
+        ValueError: For an unknown name or knob, a knob's wrong value, or a method that lacks what it needs.
     """
-    chosen = [_parse(spec) for spec in specs or DEFAULT]
+    chosen = [parse_method(spec) for spec in specs or DEFAULT]
     missing = [_what_is_missing(method, has_draft, has_assistant) for method in chosen]
     if specs:
         for method, reason in zip(chosen, missing, strict=True):
@@ -71,30 +75,36 @@ def parse_methods(specs: Sequence[str] | None, has_draft: bool, has_assistant: b
                 raise ValueError(f"The method {method.name!r} needs {reason}.")
     kept = [method for method, reason in zip(chosen, missing, strict=True) if reason is None]
     if not any(method.name == PLAIN for method in kept):
-        kept.insert(0, _parse(PLAIN))
+        kept.insert(0, parse_method(PLAIN))
     names = [method.name for method in kept]
     if len(set(names)) < len(names):
         raise ValueError(f"--methods names one of {', '.join(sorted(names))} twice; give each once.")
     return kept
 
 
-def _parse(spec: str) -> Method:
-    name, _, knobs = spec.partition(":")
+def parse_method(spec: str, flag: str = "--methods") -> Method:
+    """One method by its name and knobs; `flag` is where the user wrote them.
+
+    Raises:
+        ValueError: For an unknown name or knob, or a knob's wrong value.
+    """
+    name, _, settings = spec.partition(":")
     if name not in METHODS:
-        raise ValueError(f"--methods names {name!r}, which is none of {', '.join(METHODS)}.")
+        raise ValueError(f"{flag} names {name!r}, which is none of {', '.join(METHODS)}; choose one of them.")
     base = METHODS[name]
     draft, generate = dict(base.draft_settings), dict(base.generate_settings)
-    for knob in filter(None, knobs.split(",")):
-        key, is_set, text = knob.partition("=")
+    for setting in filter(None, settings.split(",")):
+        key, is_set, text = setting.partition("=")
         if not is_set:
-            raise ValueError(f"--methods has {spec!r}, where {knob!r} is no KEY=VALUE.")
+            raise ValueError(f"{flag} has {spec!r}, where {setting!r} is no KEY=VALUE.")
         try:
             value = json.loads(text)
         except ValueError:
             value = text
-        # What drafting is steered by belongs to the draft; prompt lookup and plain generate have none.
+        check_knob(flag, spec, base.knobs, key, value)
+        # What drafting is steered by belongs to the draft; prompt lookup has none.
         (draft if base.assistant in ("draft", "assistant") else generate)[key] = value
-    return Method(base.assistant, draft, generate, spec)
+    return Method(base.assistant, draft, generate, spec, base.knobs)
 
 
 def _what_is_missing(method: Method, has_draft: bool, has_assistant: bool) -> str | None:
@@ -131,7 +141,7 @@ class Runner:
     def watched(self, method: Method) -> dict[str, Any]:
         """The modules whose time is told apart, by name."""
         modules = {"target": self.pair.target}
-        drafter = self._drafter(method)
+        drafter = self.drafter(method)
         if drafter is not None:
             modules["draft"] = drafter
             head = self.pair.target.get_output_embeddings()
@@ -139,7 +149,12 @@ class Runner:
                 modules["head"] = head
         return modules
 
-    def _drafter(self, method: Method) -> Any:
+    def drafter(self, method: Method) -> Any:
+        """The model that drafts for a method; `None` where none does.
+
+        Raises:
+            ValueError: If z-lab's format cannot express the draft.
+        """
         if method.assistant == "zlab":
             if self._zlab_draft is None:
                 self._zlab_draft = zlab_draft(self.pair.draft)
@@ -158,7 +173,7 @@ class Runner:
         config.return_dict_in_generate = True
         for key, value in method.generate_settings.items():
             setattr(config, key, value)
-        drafter = self._drafter(method)
+        drafter = self.drafter(method)
         with nullcontext() if drafter is None else knobs_set(drafter.generation_config, method.draft_settings):
             output = self.pair.target.generate(
                 input_ids,
@@ -177,7 +192,7 @@ class Runner:
         stop = config.eos_token_id
         with torch.no_grad(), _timer_without_gpu(zlab):
             stats = zlab.dflash_generate(
-                self._drafter(METHODS["zlab"]),
+                self.drafter(METHODS["zlab"]),
                 self.pair.target,
                 input_ids,
                 config.max_new_tokens,
@@ -233,7 +248,7 @@ def zlab_draft(draft: Any) -> Any:
     fields, tensors = export_draft(draft.config, tensors, "zlab")
     name = fields["architectures"][0]
     if not hasattr(zlab, name):
-        raise ValueError(f"The method 'zlab' cannot run a draft of the kind {name!r}; leave it out of --methods.")
+        raise ValueError(f"z-lab's package has no {name!r}; leave the method 'zlab' out, or update that package.")
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(fields), encoding="utf-8")
         save_file(tensors, Path(folder, "model.safetensors"), metadata={"format": "pt"})
@@ -241,4 +256,4 @@ def zlab_draft(draft: Any) -> Any:
     return model.to(draft.device).eval()
 
 
-__all__ = ["METHODS", "PLAIN", "Method", "Output", "Runner", "parse_methods"]
+__all__ = ["METHODS", "PLAIN", "Method", "Output", "Runner", "knobs_set", "parse_method", "parse_methods"]

@@ -2,14 +2,15 @@
 
 In half precision a forward of a block and a forward of one token round differently, so where two tokens' scores are
 almost equal either may win, and both texts are greedy texts of the target. Nothing else may differ: the check replays
-the common prefix through plain `generate` and looks at the scores of the two tokens that followed it.
+the common prefix through plain `generate`, looks at the scores of the two tokens that followed it, and goes on from
+the token that was found, up to the end.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 # How many steps of the dtype, at the top score's size, count as a tie. On the embedded target in bfloat16 (scores of
@@ -26,11 +27,13 @@ class Comparison:
 
     Attributes:
         verdict: "identical", "near_tie" or "wrong".
-        position: The first new token that differs, counted from 0; `None` if identical.
+        position: The first new token that differs, counted from 0; if wrong, the first that no near tie explains;
+            `None` if identical.
         expected: Plain `generate`'s token there, `None` if its output has ended.
         found: The token that was found, `None` if the output has ended.
         gap: How far the worse of the two lies below the target's best score there.
         tolerance: The largest gap that counts as a tie.
+        ties: At how many places the two parted at a near tie; `None` if at none.
     """
 
     verdict: str
@@ -39,6 +42,7 @@ class Comparison:
     found: int | None = None
     gap: float | None = None
     tolerance: float | None = None
+    ties: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For a record."""
@@ -56,6 +60,9 @@ def compare(
 ) -> Comparison:
     """Compare new tokens with those of plain greedy `generate`.
 
+    Behind a near tie the target continues alone from the token that was found, and the rest is held to that: each
+    place where they part again must be a near tie, too.
+
     Args:
         target: The target.
         prompt_ids: What both outputs continue, (1, S).
@@ -65,33 +72,64 @@ def compare(
         tie_steps: Tolerance, in steps of the target's dtype at the size of the top score.
     """
     expected, found = list(expected), list(found)
-    if expected == found:
-        return Comparison(IDENTICAL)
-    position = next(
-        (i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), min(len(expected), len(found))
-    )
-    if position == min(len(expected), len(found)):  # one ended where the other went on: no score explains that
+    config = generation_config or target.generation_config
+    limit = config.max_new_tokens or max(len(expected), len(found))
+    parted: list[Comparison] = []
+    while expected != found:
+        here = _first_difference(target, prompt_ids, expected, found, config, tie_steps)
+        if here.verdict == WRONG:
+            return replace(here, ties=len(parted) or None)
+        parted.append(here)
+        taken = found[: here.position + 1]
+        expected = taken + _continuation(target, prompt_ids, taken, limit, config)
+    return replace(parted[0], ties=len(parted)) if parted else Comparison(IDENTICAL)
+
+
+def _first_difference(
+    target: Any, prompt_ids: Any, expected: list[int], found: list[int], config: Any, tie_steps: float
+) -> Comparison:
+    shorter = min(len(expected), len(found))
+    position = next((i for i in range(shorter) if expected[i] != found[i]), shorter)
+    if position == shorter:  # one ended where the other went on: no score explains that
         at = (expected[position : position + 1] or [None])[0], (found[position : position + 1] or [None])[0]
         return Comparison(WRONG, position, *at)
-    scores = scores_after(target, prompt_ids, expected[:position], generation_config)
+    scores = scores_after(target, prompt_ids, expected[:position], config)
     gap, tolerance = tie_gap(scores, (expected[position], found[position]), target.dtype, tie_steps)
     verdict = NEAR_TIE if gap <= tolerance else WRONG
     return Comparison(verdict, position, expected[position], found[position], gap, tolerance)
 
 
+def _continuation(target: Any, prompt_ids: Any, taken: list[int], limit: int, config: Any) -> list[int]:
+    """What plain greedy `generate` adds to the new tokens `taken`, up to `limit` new tokens in all."""
+    ends = config.eos_token_id
+    if len(taken) >= limit or taken[-1] in (ends if isinstance(ends, list) else [ends]):
+        return []
+    output = _replay(target, prompt_ids, taken, limit - len(taken), config)
+    continued: list[int] = output.sequences[0, prompt_ids.shape[1] + len(taken) :].tolist()
+    return continued
+
+
 def scores_after(target: Any, prompt_ids: Any, new_tokens: Sequence[int], generation_config: Any = None) -> Any:
     """The target's processed scores (V,) of the token after `prompt_ids` (1, S) and `new_tokens`, replayed."""
+    config = generation_config or target.generation_config
+    return _replay(target, prompt_ids, new_tokens, 1, config, output_scores=True).scores[0][0]
+
+
+def _replay(
+    target: Any, prompt_ids: Any, new_tokens: Sequence[int], max_new_tokens: int, config: Any, **asked: Any
+) -> Any:
+    """Plain greedy `generate` from `prompt_ids` (1, S) and `new_tokens` on."""
     import copy
 
     import torch
 
-    config = copy.deepcopy(generation_config or target.generation_config)
-    config.max_new_tokens, config.max_length, config.min_new_tokens = 1, None, None
+    config = copy.deepcopy(config)
+    config.max_new_tokens, config.max_length = max_new_tokens, None
+    config.min_new_tokens = max((config.min_new_tokens or 0) - len(new_tokens), 0) or None
     config.do_sample, config.temperature, config.top_p, config.top_k = False, None, None, None
-    config.output_scores = config.return_dict_in_generate = True
+    config.return_dict_in_generate = True
     prefix = torch.cat([prompt_ids, prompt_ids.new_tensor([list(new_tokens)])], dim=1)
-    output = target.generate(prefix, attention_mask=torch.ones_like(prefix), generation_config=config)
-    return output.scores[0][0]
+    return target.generate(prefix, attention_mask=torch.ones_like(prefix), generation_config=config, **asked)
 
 
 def tie_gap(scores: Any, tokens: Sequence[int], dtype: Any, tie_steps: float = TIE_STEPS) -> tuple[float, float]:
@@ -117,7 +155,9 @@ def describe(comparison: Comparison, tokenizer: Any) -> str:
         f"{comparison.gap:.3g} of its best (a tie is {comparison.tolerance:.3g} or less)"
     )
     if comparison.verdict == NEAR_TIE:
-        return f"they part {scores}: a near tie, which rounding may decide either way"
+        more = (comparison.ties or 1) - 1
+        again = f"; from there on they part at {more} more near tie{'s' * (more > 1)}" if more else ""
+        return f"they part {scores}: a near tie, which rounding may decide either way{again}"
     return f"WRONG: they part {scores}, which rounding does not explain"
 
 

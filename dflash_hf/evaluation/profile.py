@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .bare import bare_forwards, clock_of, mean_over
 from .explain import check_arguments as check_plot
 from .generate_command import DEFAULT_PROMPT
-from .methods import METHODS, PLAIN, Runner, knobs_set, parse_methods
+from .methods import METHODS, PLAIN, Runner, knobs_set, parse_method
 from .models import Pair, add_pair_arguments, check_length, encode_chat, load_pair
+from .runnable import is_ours
 
 if TYPE_CHECKING:
     from .stopwatch import Stopwatch
-
-BARE_REPEATS = 15
 
 
 def add_parser(subparsers: Any) -> None:
@@ -29,7 +27,7 @@ def add_parser(subparsers: Any) -> None:
         description="Time the parts of a round, and the bare forward passes that set the best possible speed-up.",
     )
     parser.add_argument("prompt", nargs="?", default=DEFAULT_PROMPT, metavar="PROMPT", help="what to ask")
-    drafting = ", ".join(name for name, method in METHODS.items() if method.assistant == "draft")
+    drafting = ", ".join(name for name, method in METHODS.items() if is_ours(method))
     parser.add_argument(
         "--method", default="dflash", metavar="NAME", help=f"one that drafts with the draft: {drafting}"
     )
@@ -40,11 +38,18 @@ def add_parser(subparsers: Any) -> None:
 
 @dataclass
 class Profile:
-    """What was measured, in seconds."""
+    """What was measured, in seconds; all of a round's figures are means over rounds, so that they fit together.
+
+    Attributes:
+        acceptance_lengths: Tokens that each round committed.
+        plain_step: Of plain `generate`, per token.
+        bare_step: A bare forward of one token.
+        bare_verification: A bare forward, the mean over the widths that the rounds verified.
+        speedup: Measured without the stopwatch.
+    """
 
     stopwatch: Stopwatch
     acceptance_lengths: list[int]
-    width: int
     plain_step: float
     bare_step: float
     bare_verification: float
@@ -58,7 +63,7 @@ class Profile:
     @property
     def passes(self) -> float:
         """Draft, head and verification as bare forward passes."""
-        parts = self.stopwatch.medians()
+        parts = self.stopwatch.means()
         return parts["draft forward"] + parts["head"] + self.bare_verification
 
     @property
@@ -71,15 +76,15 @@ class Profile:
         """The share of a round outside the forward passes that happen in it."""
         from .stopwatch import FORWARDS
 
-        parts = self.stopwatch.medians()
+        parts = self.stopwatch.means()
         return 1 - sum(parts[name] for name in FORWARDS) / sum(parts.values())
 
 
 def run(args: argparse.Namespace) -> int:
     """Profile and report."""
     check_plot(argparse.Namespace(rounds=1, plot=args.plot))
-    (method,) = (each for each in parse_methods([args.method], True, False) if each.name == args.method)
-    if method.assistant != "draft" or method.generate_settings:
+    method = parse_method(args.method, "--method")
+    if not is_ours(method):
         raise ValueError(f"--method is {args.method!r}, whose rounds are not this package's; choose one that is.")
     pair = load_pair(args)
     prompt_ids = encode_chat(pair.tokenizer, [{"role": "user", "content": args.prompt}])
@@ -93,27 +98,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def clock(pair: Pair) -> Callable[[], float]:
-    """Seconds; on a GPU once the device has caught up."""
-    if pair.target.device.type != "cuda":
-        return time.perf_counter
-    import torch
-
-    def now() -> float:
-        torch.cuda.synchronize()
-        return time.perf_counter()
-
-    return now
-
-
 def measure(pair: Pair, prompt_ids: list[int], max_new_tokens: int) -> Profile:
-    """Generate watched, unwatched and alone, and time the bare forward passes at the width that was verified."""
+    """Generate watched, unwatched and alone, and time bare forward passes at the widths that were verified."""
     from .stopwatch import Stopwatch
     from .trace import loops_watched
 
     drafted = timed(pair, "dflash", prompt_ids, 8)  # warm both up
     plain = timed(pair, PLAIN, prompt_ids, 8)
-    stopwatch = Stopwatch(clock(pair))
+    stopwatch = Stopwatch(clock_of(pair.target))
     with loops_watched(pair.draft, stopwatch.watching):
         rounds = timed(pair, "dflash", prompt_ids, max_new_tokens).rounds
     if not stopwatch.rounds:
@@ -123,14 +115,14 @@ def measure(pair: Pair, prompt_ids: list[int], max_new_tokens: int) -> Profile:
     drafted = timed(pair, "dflash", prompt_ids, max_new_tokens)
     plain = timed(pair, PLAIN, prompt_ids, max_new_tokens)
     plain_step, drafted_step = (each.decode / each.decoded_tokens for each in (plain, drafted))
-    width = statistics.median_high(each.width for each in stopwatch.rounds)
+    widths = [each.width for each in stopwatch.rounds]
+    bare = bare_forwards(pair.target, prompt_ids, [1, *widths])
     return Profile(
         stopwatch=stopwatch,
         acceptance_lengths=rounds,
-        width=width,
         plain_step=plain_step,
-        bare_step=bare_forward(pair, prompt_ids, 1),
-        bare_verification=bare_forward(pair, prompt_ids, width),
+        bare_step=bare[1],
+        bare_verification=mean_over(widths, bare),
         speedup=plain_step / drafted_step,
     )
 
@@ -151,52 +143,37 @@ def timed(pair: Pair, method: str, prompt_ids: list[int], max_new_tokens: int) -
     return measurer.run(chosen, prompt_ids, config)
 
 
-def bare_forward(pair: Pair, prompt_ids: list[int], width: int) -> float:
-    """Seconds of the target's forward of `width` tokens behind the prompt and nothing else, the median of some."""
-    import torch
-    from transformers import DynamicCache
-
-    from ..generation.compat import CACHE_KEY
-
-    now, target = clock(pair), pair.target
-    cache = DynamicCache(config=target.config)
-    cache.activate_past_recording()
-    input_ids = torch.tensor([prompt_ids], device=target.device)
-    block = input_ids[:, -1:].expand(-1, width).contiguous()
-    seconds = []
-    with torch.no_grad():
-        target(input_ids, **{CACHE_KEY: cache}, use_cache=True)
-        for _ in range(BARE_REPEATS):
-            start = now()
-            target(block, **{CACHE_KEY: cache}, use_cache=True)
-            seconds.append(now() - start)
-            cache.crop(-width)
-    return statistics.median(seconds)
-
-
 def report(profile: Profile) -> list[str]:
     """The profile in words."""
-    parts = profile.stopwatch.medians()
+    parts = profile.stopwatch.means()
     total = sum(parts.values())
     bars = [
         f"  {name:<22} {1000 * seconds:8.2f} ms  {seconds / total:5.1%}  {'#' * round(50 * seconds / total)}"
         for name, seconds in parts.items()
     ]
-    width = profile.width
+    width = width_in_words([each.width for each in profile.stopwatch.rounds])
     return [
         f"A round takes {1000 * total:.1f} ms and commits {profile.acceptance_length:.2f} tokens "
-        f"(medians and mean of {len(profile.acceptance_lengths)} rounds, {width} tokens verified in each):",
+        f"(means of {len(profile.acceptance_lengths)} rounds, {width} verified in each):",
         *bars,
         "",
         f"Outside the forward passes: {profile.overhead:.1%} of the round.",
         f"Plain generate takes {ms(profile.plain_step)} ms a token; its bare forward {ms(profile.bare_step)} ms, and "
-        f"one of {width} tokens {ms(profile.bare_verification)} ms.",
+        f"one of {width} {ms(profile.bare_verification)} ms.",
         f"Best possible speed-up: {profile.acceptance_length:.2f} x {ms(profile.plain_step)} / "
         f"({ms(parts['draft forward'])} + {ms(parts['head'])} + {ms(profile.bare_verification)}) = "
         f"{profile.best_speedup:.2f}; measured {profile.speedup:.2f}, "
         f"{profile.speedup / profile.best_speedup:.0%} of it.",
         limit(profile, parts, total),
     ]
+
+
+def width_in_words(widths: list[int]) -> str:
+    """How many tokens the rounds verified."""
+    least, most = min(widths), max(widths)
+    return (
+        f"{least} tokens" if least == most else f"{least} to {most} tokens ({statistics.fmean(widths):.1f} on average)"
+    )
 
 
 def ms(seconds: float) -> str:
@@ -247,4 +224,4 @@ def draw_round(profile: Profile, path: Path) -> None:
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
 
-__all__ = ["Profile", "add_parser", "bare_forward", "report", "run"]
+__all__ = ["Profile", "add_parser", "report", "run"]

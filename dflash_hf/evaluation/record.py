@@ -10,7 +10,7 @@
       "versions": {"dflash_hf", "transformers", "torch", "python", "platform", ...},
       "target": {"name", "parameters"},
       "draft": {"name", "parameters", "block_size"} | null,
-      "settings": {"max_new_tokens", "max_samples", "temperature", "warm_up_tokens", "seed", ...},
+      "settings": {"max_new_tokens", "max_samples", "temperature", "warm_up_tokens", "seed", "fingerprints", ...},
       "prompts": {TASK: {"template_kwargs": {...}, "first_prompt_ids": [...], "first_prompt": "..."}},
       "rows": [ROW, ...],                   one per task and method, in the order measured
       "best_possible": [BEST, ...],         see `dflash_hf.evaluation.limits`; empty without a draft
@@ -21,7 +21,7 @@
       "task": "gsm8k", "method": "dflash",
       "method_settings": {"draft_tree_budget": 0},
       "samples": 128,                       prompts the figures below are made of
-      "samples_repetitive": 2,              prompts left out of every figure: the target fell into a loop
+      "samples_repetitive": 2,              prompts left out of every figure: the target or the method fell into a loop
       "correct": true | null,               false if any output was wrong; null where it cannot be told (sampling)
       "outputs": {"identical": 127, "near_tie": 1, "wrong": 0, "not_compared": 0},
       "tokens_per_second": 51.3,            of decoding, median over prompts
@@ -47,6 +47,7 @@ prompt with each method's tokens, times and verdict.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """A finished record.
 
     Raises:
-        ValueError: If the file is missing, is not JSON, or comes from another version.
+        ValueError: If the file is missing, is not JSON, lacks a field, or comes from another version.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -87,7 +88,68 @@ def read_record(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path} is not a benchmark record: it holds a {type(found).__name__}.")
     check_version(found, path)
+    _check_fields(found, path)
     return found
+
+
+# What a report is made of: the fields, and what each holds.
+_TOP: dict[str, type | tuple[type, ...]] = {
+    "date": str,
+    "commit": str,
+    "dtype": str,
+    "hardware": dict,
+    "versions": dict,
+    "target": dict,
+    "draft": (dict, type(None)),
+    "settings": dict,
+    "prompts": dict,
+    "rows": list,
+    "best_possible": list,
+    "flagged": list,
+}
+_INSIDE = {
+    "hardware": ("gpu", "cpu", "cores", "threads"),
+    "settings": ("temperature", "max_new_tokens"),
+    "target": ("name",),
+    "draft": ("name",),
+}
+_ROW = (
+    "task", "method", "samples", "correct", "outputs", "tokens_per_second", "tokens_per_second_ci", "speedup",
+    "speedup_ci", "time_to_first_token", "acceptance_length", "acceptance_length_ci", "by_position", "by_place",
+    "seconds", "peak_memory_mib",
+)  # fmt: skip
+_BEST = (
+    "task", "method", "plain_step", "draft_per_round", "head_per_round", "target_per_round", "elsewhere_per_round",
+    "overhead_share", "best_speedup", "speedup", "reached",
+)  # fmt: skip
+_EACH = {"rows": _ROW, "best_possible": _BEST, "flagged": ("kind",)}
+
+
+def _check_fields(record: dict[str, Any], source: Path) -> None:
+    wrong = next((name for name, kinds in _TOP.items() if not isinstance(record.get(name, ...), kinds)), None)
+    if wrong is None:
+        wrong = next(_lacking(record), None)
+    if wrong is not None:
+        raise ValueError(f"{source} is damaged: it has no right `{wrong}`; run the benchmark again.")
+
+
+def _lacking(record: dict[str, Any]) -> Iterator[str]:
+    """Paths of the fields that are not there."""
+    inside = [(name, record[name] or dict.fromkeys(fields), fields) for name, fields in _INSIDE.items()]
+    inside += [
+        (f"prompts.{task}", each, ("template_kwargs", "first_prompt")) for task, each in record["prompts"].items()
+    ]
+    for name, fields in _EACH.items():
+        inside += [(f"{name}[{i}]", each, fields) for i, each in enumerate(record[name])]
+    for i, row in enumerate(record["rows"]):
+        if isinstance(row, dict):
+            inside.append((f"rows[{i}].seconds", row.get("seconds"), ("draft", "head", "target", "elsewhere")))
+            inside.append((f"rows[{i}].outputs", row.get("outputs"), ()))
+    for path, holder, fields in inside:
+        if not isinstance(holder, dict):
+            yield path
+        else:
+            yield from (f"{path}.{field}" for field in fields if field not in holder)
 
 
 def write_text(path: Path, text: str) -> None:

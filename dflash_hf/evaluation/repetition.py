@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-LONGEST_PERIOD = 64
 LEAST_TOKENS = 24  # shorter repeats are lists, tables and refrains
 LEAST_SHARE = 0.3
 
 
 def longest_repeat(tokens: Sequence[int]) -> int:
-    """Length of the longest stretch that repeats with a period of at most 64 tokens, at least three times over."""
+    """Length of the longest stretch that repeats with some period, at least three times over."""
+    import numpy as np
+
+    values = np.asarray(tokens)
     longest = 0
-    for period in range(1, min(LONGEST_PERIOD, len(tokens) // 3) + 1):
-        run = 0  # tokens in a row that equal the one a period before
-        for i in range(period, len(tokens)):
-            run = run + 1 if tokens[i] == tokens[i - period] else 0
-            if run >= 2 * period:
-                longest = max(longest, run + period)
+    for period in range(1, len(values) // 3 + 1):
+        differs = np.flatnonzero(values[period:] != values[:-period])
+        edges = np.concatenate(([-1], differs, [len(values) - period]))
+        run = int(np.diff(edges).max()) - 1  # tokens in a row that equal the one a period before
+        if run >= 2 * period:
+            longest = max(longest, run + period)
     return longest
 
 

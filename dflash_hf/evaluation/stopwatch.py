@@ -132,9 +132,9 @@ class Stopwatch:
         self.rounds[-1].slices.append((self.stack[-1], self.since - self.start, now - self.start))
         self.since = now
 
-    def medians(self) -> dict[str, float]:
-        """Seconds of each part in a round, the median over rounds."""
-        return {part: statistics.median(each.seconds(part) for each in self.rounds) for part in PARTS}
+    def means(self) -> dict[str, float]:
+        """Seconds of each part in a round, the mean over rounds: they add up to the mean round."""
+        return {part: statistics.fmean(each.seconds(part) for each in self.rounds) for part in PARTS}
 
     def typical(self) -> RoundTime:
         """The round of median length."""

@@ -1,7 +1,8 @@
 """From samples to a record's rows: medians over prompts, confidence by bootstrap, and what was left out and why.
 
-A prompt whose plain answer is a loop is in no figure. Speeds are medians over prompts, so that no single prompt
-decides; the pooled figures beside them are totals divided by totals.
+A prompt whose plain answer is a loop is in no figure, and one that a method answers with a loop in none of that
+method's. Speeds are medians over prompts, so that no single prompt decides; the pooled figures beside them are totals
+divided by totals.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def build_rows(lines: Sequence[dict[str, Any]], methods: dict[str, dict[str, Any
 
 def build_row(task: str, method: str, settings: dict[str, Any], lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The row of a task's measured lines for one method; its fields are described in `record`."""
-    kept = [line["results"] for line in lines if not line["repetitive"]]
-    mine, plain = [results[method] for results in kept], [results[PLAIN] for results in kept]
+    kept = [line for line in lines if not is_loop(line, method)]
+    mine, plain = ([line["results"][name] for line in kept] for name in (method, PLAIN))
     paired = [(_per_token(a), _per_token(b)) for a, b in zip(plain, mine, strict=True)]
     ratios = [a / b for a, b in paired if a is not None and b is not None]
     speeds = [1 / seconds for seconds in map(_per_token, mine) if seconds is not None]
@@ -53,12 +54,17 @@ def build_row(task: str, method: str, settings: dict[str, Any], lines: Sequence[
         "speedup_pooled": _ratio(_pooled_speed(mine), _pooled_speed(plain)),
         "time_to_first_token": median([result["prefill"] for result in mine]),
         "prefill_tokens_per_second": median(
-            [line["prompt_tokens"] / line["results"][method]["prefill"] for line in lines if not line["repetitive"]]
+            [line["prompt_tokens"] / line["results"][method]["prefill"] for line in kept]
         ),
         **acceptance(mine, rounds),
         "seconds": _seconds(mine),
         "peak_memory_mib": max((r["peak_memory_mib"] for r in mine if r["peak_memory_mib"] is not None), default=None),
     }
+
+
+def is_loop(line: dict[str, Any], method: str) -> bool:
+    """Whether a line is in no figure of a method: its output, or plain `generate`'s, is a loop."""
+    return bool(line["repetitive"] or line["results"][method].get("repetitive"))
 
 
 def acceptance(results: Sequence[dict[str, Any]], rounds: Sequence[int]) -> dict[str, Any]:
@@ -100,7 +106,7 @@ def count_outputs(comparisons: Iterable[dict[str, Any] | None]) -> dict[str, int
 
 
 def build_flags(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every output that is not plain `generate`'s, and every repetitive prompt."""
+    """Every output that is not plain `generate`'s, and every output that is a loop."""
     flags = []
     for line in lines:
         where = {name: line[name] for name in ("task", "index", "turn")}
@@ -110,6 +116,8 @@ def build_flags(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if line["repetitive"]:
             flags.append({**where, "kind": "repetitive"})
         for method, result in line["results"].items():
+            if result.get("repetitive") and not line["repetitive"]:
+                flags.append({**where, "kind": "repetitive", "method": method})
             comparison = result["comparison"]
             if comparison is not None and comparison["verdict"] != "identical":
                 flags.append({**where, "kind": comparison["verdict"], "method": method, **comparison})
@@ -155,4 +163,4 @@ def _seconds(results: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {"prefill": sum(result["prefill"] for result in results), **totals}
 
 
-__all__ = ["bootstrap", "build_flags", "build_row", "build_rows", "by_place", "median"]
+__all__ = ["bootstrap", "build_flags", "build_row", "build_rows", "by_place", "is_loop", "median"]

@@ -69,7 +69,7 @@ class Proposer:
         depth = min(self.settings.num_proposals, num_slots - silent_slots, remaining - 1)
         if depth < 1:
             return Proposal(anchors[:, :0])
-        if self.policy is not None and not self.policy.wants_draft():
+        if self.policy is not None and not self.policy.wants_draft(len(rows)):
             return Proposal(anchors[:, :0])
         logits = self.drafter.block_logits(anchors, num_slots)[:, :depth]
         if tree_budget:
