@@ -147,7 +147,7 @@ def test_batch_whose_rows_must_be_moved_for_any_candidate_goes_undrafted(clock: 
         drafted.append(width > 0)
         clock.time += 1.0 + (1.2 + 0.05 * width if width else 0.0)
         policy.learn([0.5**k for k in range(1, width + 1)], 1 - 0.5**width, width + 1)
-    assert not drafted[0], "the first round shows what one token takes"
+    assert not any(drafted[:2]), "the first rounds show what one token takes"
     assert sum(drafted) < 10
     width = policy.choose([0.5**k for k in range(1, 8)]) if policy.wants_draft(8) else None
     assert width is None, "half the rows: measured anew"

@@ -445,7 +445,11 @@ def test_incremental_context_gives_the_proposals_of_a_fresh_start():
 
     def spy(drafter, anchors, num_slots):
         seen.append(
-            (drafter.positions[0] + drafter.pending_lengths[0], anchors.item(), drafter.draft.config.block_size)
+            (
+                drafter.positions[0] + sum(lengths[0] for _, lengths in drafter.pending),
+                anchors.item(),
+                drafter.draft.config.block_size,
+            )
         )
         return original(drafter, anchors, num_slots)
 

@@ -5,7 +5,7 @@ Probabilities come from the draft, corrected by how often it was right of late; 
 tokens per unit of cost rise and then fall with the width (CaDDTree, arXiv 2606.01813), so the best width is the best
 of one curve. Where even that is no faster than the target alone, drafting pauses for a while and is then tried again,
 each time for longer. In a batch, rows that accept different numbers are moved in the cache, which a round without
-candidates is spared; so a batch starts with one such round, to know what it takes.
+candidates is spared; so a batch starts with two such rounds, to know what one takes once it is warm.
 
 The choice must not depend on a clock where a run is to be repeated: when sampling, because the number of proposals
 decides how many random numbers are drawn; under `torch.use_deterministic_algorithms`; and whenever
@@ -22,6 +22,7 @@ USUAL_COSTS = (0.25, 0.025)
 FORGETTING = 0.9
 LONGEST_PAUSE = 64
 PROBE_EVERY = 8
+WARM_AFTER = 2  # rounds; the first of a shape is slower
 
 
 class WidthPolicy:
@@ -45,6 +46,7 @@ class WidthPolicy:
     def _forget_costs(self) -> None:
         self.draft_seconds: float | None = None
         self.one: float | None = None  # seconds of a round without candidates
+        self.num_ones = 0  # such rounds that were timed
         # Decayed sums over verifications of width w and duration t: n, w, w^2, t, w * t.
         self.sums = [0.0] * 5
         self.intercept, self.slope_share = 0.0, USUAL_COSTS[1]  # of the line through them; slope / intercept
@@ -55,8 +57,8 @@ class WidthPolicy:
             self.num_rows = num_rows
             self._forget_costs()
         self.started = self._now()
-        is_first_of_batch = self.fixed_costs is None and num_rows > 1 and self.one is None
-        self.was_drafted = self.pause == 0 and not is_first_of_batch
+        is_start_of_batch = self.fixed_costs is None and num_rows > 1 and self.num_ones < WARM_AFTER
+        self.was_drafted = self.pause == 0 and not is_start_of_batch
         self.pause = max(0, self.pause - 1)
         return self.was_drafted
 
@@ -92,9 +94,11 @@ class WidthPolicy:
 
     def learn(self, chances: Sequence[float], accepted: float, width: int) -> None:
         """Take in a round: what was expected of the verified candidates, how many stood, and how long it took."""
-        duration = self._now() - self.started
+        now = self._now()
+        duration, self.started = now - self.started, now
         if width == 1:
-            self.one = duration if self.one is None else _decay(self.one, duration)
+            self.num_ones += 1
+            self.one = duration if self.one is None else min(duration, _decay(self.one, duration))
         else:
             new = (1.0, width, width**2, duration, width * duration)
             self.sums = [FORGETTING * old + added for old, added in zip(self.sums, new, strict=True)]

@@ -276,7 +276,7 @@ class TargetRunner:
         real = real[:, -num_tokens:]
         order = (~real).to(torch.uint8).argsort(dim=1, stable=True).to(taps.device)
         lengths = real.sum(dim=1).tolist()
-        return taps.gather(1, order[..., None].expand_as(taps)), lengths
+        return taps[torch.arange(batch_size, device=taps.device)[:, None], order], lengths
 
 
 def tapped_states(target: Any, outputs: Any, layer_ids: Sequence[int]) -> torch.Tensor:

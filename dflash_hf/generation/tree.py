@@ -80,9 +80,9 @@ def _largest(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tens
     return ordered[:, :count], index[:, :count]
 
 
-def prefix_chances(levels: list[Level], budget: int) -> list[float]:
-    """The draft's probability of each of the best `budget` prefixes, in descending order, averaged over the rows."""
-    log_probs = torch.cat([level.log_probs for level in levels], dim=1)
+def prefix_chances(levels: list[Level], budget: int, rows: list[int]) -> list[float]:
+    """The draft's probability of each of the best `budget` prefixes, in descending order, averaged over some rows."""
+    log_probs = torch.cat([level.log_probs for level in levels], dim=1)[rows]
     return _largest(log_probs, budget)[0].exp().mean(dim=0).tolist()
 
 

@@ -213,7 +213,6 @@ class DecodingLoop:
                 self._abandon(proposal, verdict)
             raise
         if is_round:
-            self.proposer.learn(proposal, counts)
             taps = self.runner.taps(outputs)
             del outputs
             if verdict.order is not None:
@@ -222,6 +221,7 @@ class DecodingLoop:
             kept = counts if self.runner.can_be_ragged else [max(counts)] * len(counts)
             self.runner.keep(kept, proposal.width, verdict.order)
             self.drafter.observe(taps[:, : max(counts)], counts)
+            self.proposer.learn(proposal, counts)
         self._leave(still_running)
 
     def _commit_rows(

@@ -32,8 +32,8 @@ class Drafter:
         self.device, self.dtype = draft.device, draft.dtype
         self.cache = draft.new_cache(context_length)
         self.positions: list[int] = []  # absolute position of each row's next context token
-        self.pending: torch.Tensor | None = None  # taps the draft has not read yet, (B, N, L * H)
-        self.pending_lengths: list[int] = []
+        # Taps the draft has not read yet: (B, n, L * H) of some rounds, and how many of the n are real in each row.
+        self.pending: list[tuple[torch.Tensor, list[int]]] = []
         self.states_dtype: torch.dtype | None = None
         self.has_drafted = False
         self.refine: Callable[[torch.Tensor], torch.Tensor] | None = None  # of the last block, see `choose_candidates`
@@ -41,38 +41,29 @@ class Drafter:
     def begin(self, batch_size: int, start: int) -> None:
         """Start `batch_size` rows whose first context token is at position `start`."""
         self.positions = [start] * batch_size
-        self.pending, self.pending_lengths = None, [0] * batch_size
+        self.pending = []
 
     def observe(self, taps: torch.Tensor, lengths: Sequence[int]) -> None:
         """Take over the target's states (B, N, L * H) of newly accepted tokens: of row b the first `lengths[b]`."""
         self.states_dtype = taps.dtype
-        taps = within_range(taps, self.dtype).to(self.device)
-        if self.pending is None:
-            self.pending, self.pending_lengths = taps, list(lengths)
-            return
-        joined = torch.cat([self.pending, taps], dim=1)
-        old = self.pending_lengths
-        if len(set(old)) > 1 or old[0] != self.pending.shape[1]:
-            joined = _close_gaps(joined, old, self.pending.shape[1])
-        self.pending_lengths = [a + b for a, b in zip(old, lengths, strict=True)]
-        self.pending = joined[:, : max(self.pending_lengths)]
+        self.pending.append((within_range(taps, self.dtype).to(self.device), list(lengths)))
 
     def block_logits(self, anchors: torch.Tensor, num_slots: int) -> torch.Tensor:
         """Draft the tokens behind the anchors (B, 1), in a block of `num_slots`; logits (B, P, V)."""
         device = self.device
         masks = anchors.new_full((anchors.shape[0], num_slots - 1), self.draft.config.mask_token_id)
         embeds = self.draft.embed_block(torch.cat([anchors, masks], dim=1), self.target_embeddings)
-        lengths = self.pending_lengths
+        context, lengths = _joined(self.pending)
         position_ids = self._position_ids(lengths, num_slots, device)
         self.cache.begin_round(position_ids, lengths)
         outputs = self.draft(
             noise_embeds=embeds.to(device=device, dtype=self.dtype),
-            context_hidden_states=self.pending[:, : max(lengths)],
+            context_hidden_states=context,
             position_ids=position_ids,
             cache=self.cache,
         )
         self.positions = [start + length for start, length in zip(self.positions, lengths, strict=True)]
-        self.pending = None
+        self.pending = []
         if self.dtype == torch.float16 and not self.has_drafted:
             warn_of_overflow(outputs.last_hidden_state)
         self.has_drafted = True
@@ -87,9 +78,7 @@ class Drafter:
         index = torch.tensor(rows, device=self.device)
         self.cache.select_rows(index)
         self.positions = [self.positions[row] for row in rows]
-        self.pending_lengths = [self.pending_lengths[row] for row in rows]
-        if self.pending is not None:
-            self.pending = self.pending[index]
+        self.pending = [(taps[index], [lengths[row] for row in rows]) for taps, lengths in self.pending]
 
     def _position_ids(self, lengths: Sequence[int], num_slots: int, device: torch.device) -> torch.Tensor:
         """Positions of each row's new context, then of its block right behind it: (B, N + K)."""
@@ -172,13 +161,21 @@ def within_range(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return states.to(dtype)
 
 
-def _close_gaps(joined: torch.Tensor, lengths: Sequence[int], width: int) -> torch.Tensor:
-    """Move each row's columns from `width` on to right behind its first `lengths[b]`."""
-    column = torch.arange(joined.shape[1], device=joined.device)
-    gap = torch.tensor([width - length for length in lengths], device=joined.device)[:, None]
-    start = torch.tensor(lengths, device=joined.device)[:, None]
-    index = torch.where(column < start, column, (column + gap).clamp_max(joined.shape[1] - 1))
-    return joined.gather(1, index[..., None].expand_as(joined))
+def _joined(chunks: Sequence[tuple[torch.Tensor, list[int]]]) -> tuple[torch.Tensor, list[int]]:
+    """One context (B, N, L * H) of several rounds' taps, real tokens first in every row, and their numbers."""
+    lengths = [sum(parts) for parts in zip(*(own for _, own in chunks), strict=True)]
+    taps = torch.cat([states for states, _ in chunks], dim=1) if len(chunks) > 1 else chunks[0][0]
+    if len(chunks) > 1 and any(min(own) < states.shape[1] for states, own in chunks):
+        is_real = torch.cat(
+            [
+                torch.arange(states.shape[1], device=taps.device) < torch.tensor(own, device=taps.device)[:, None]
+                for states, own in chunks
+            ],
+            dim=1,
+        )
+        order = (~is_real).to(torch.uint8).argsort(dim=1, stable=True)[:, : max(lengths)]
+        taps = taps[torch.arange(len(taps), device=taps.device)[:, None], order]
+    return taps[:, : max(lengths)], lengths
 
 
 __all__ = ["Drafter", "choose_candidates", "within_range"]

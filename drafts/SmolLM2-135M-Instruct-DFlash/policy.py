@@ -4,7 +4,8 @@ The k-th candidate adds the probability that it stands; it costs what one more p
 Probabilities come from the draft, corrected by how often it was right of late; costs are measured, or given. Expected
 tokens per unit of cost rise and then fall with the width (CaDDTree, arXiv 2606.01813), so the best width is the best
 of one curve. Where even that is no faster than the target alone, drafting pauses for a while and is then tried again,
-each time for longer.
+each time for longer. In a batch, rows that accept different numbers are moved in the cache, which a round without
+candidates is spared; so a batch starts with two such rounds, to know what one takes once it is warm.
 
 The choice must not depend on a clock where a run is to be repeated: when sampling, because the number of proposals
 decides how many random numbers are drawn; under `torch.use_deterministic_algorithms`; and whenever
@@ -21,6 +22,7 @@ USUAL_COSTS = (0.25, 0.025)
 FORGETTING = 0.9
 LONGEST_PAUSE = 64
 PROBE_EVERY = 8
+WARM_AFTER = 2  # rounds; the first of a shape is slower
 
 
 class WidthPolicy:
@@ -35,18 +37,28 @@ class WidthPolicy:
         self.fixed_costs = fixed_costs
         self.hits, self.expected = 0.0, 0.0  # candidates that stood, and that the draft expected to stand
         self.pause, self.next_pause = 0, 4
-        self.draft_seconds: float | None = None
-        # Decayed sums over verifications of width w and duration t: n, w, w^2, t, w * t.
-        self.sums = [0.0] * 5
-        self.one, self.step_cost = 0.0, USUAL_COSTS[1]  # seconds of a one-token forward; a position's share of it
+        self.num_rows = 0  # when measuring began
+        self._forget_costs()
         self.alike_rounds = 0  # in a row in which the remembered widths were all much the same
         self.started = 0.0
         self.was_drafted = False
 
-    def wants_draft(self) -> bool:
+    def _forget_costs(self) -> None:
+        self.draft_seconds: float | None = None
+        self.one: float | None = None  # seconds of a round without candidates
+        self.num_ones = 0  # such rounds that were timed
+        # Decayed sums over verifications of width w and duration t: n, w, w^2, t, w * t.
+        self.sums = [0.0] * 5
+        self.intercept, self.slope_share = 0.0, USUAL_COSTS[1]  # of the line through them; slope / intercept
+
+    def wants_draft(self, num_rows: int = 1) -> bool:
         """Whether this round drafts at all. Starts the round's clock."""
+        if num_rows <= self.num_rows // 2 or not self.num_rows:
+            self.num_rows = num_rows
+            self._forget_costs()
         self.started = self._now()
-        self.was_drafted = self.pause == 0
+        is_start_of_batch = self.fixed_costs is None and num_rows > 1 and self.num_ones < WARM_AFTER
+        self.was_drafted = self.pause == 0 and not is_start_of_batch
         self.pause = max(0, self.pause - 1)
         return self.was_drafted
 
@@ -54,16 +66,17 @@ class WidthPolicy:
         """How many candidates to verify, given the draft's probability that each stands, in descending order."""
         drafting = self._now() - self.started
         self.draft_seconds = drafting if self.draft_seconds is None else _decay(self.draft_seconds, drafting)
-        draft_cost, step_cost = self._costs()
+        draft_cost, premium, step_cost = self._costs()
         trust = self._trust()
         best_width, best_rate, gain = 0, 1.0, 1.0  # the block is drafted: its cost is sunk
         for width, chance in enumerate(chances, start=1):
             gain += trust * chance
-            rate = gain / (1.0 + step_cost * width)
+            rate = gain / (1.0 + premium + step_cost * width)
             if rate > best_rate:
                 best_width, best_rate = width, rate
         gain = 1.0 + trust * sum(chances[:best_width])
-        if gain / (1.0 + draft_cost + step_cost * best_width) < 1.0:
+        cost = 1.0 + draft_cost + (premium + step_cost * best_width if best_width else 0.0)
+        if gain / cost < 1.0:
             self.pause, self.next_pause = self.next_pause, min(2 * self.next_pause, LONGEST_PAUSE)
         else:
             self.next_pause = 4
@@ -81,12 +94,15 @@ class WidthPolicy:
 
     def learn(self, chances: Sequence[float], accepted: float, width: int) -> None:
         """Take in a round: what was expected of the verified candidates, how many stood, and how long it took."""
-        duration = self._now() - self.started
-        self.sums = [
-            FORGETTING * old + new
-            for old, new in zip(self.sums, (1.0, width, width**2, duration, width * duration), strict=True)
-        ]
-        self._fit()
+        now = self._now()
+        duration, self.started = now - self.started, now
+        if width == 1:
+            self.num_ones += 1
+            self.one = duration if self.one is None else min(duration, _decay(self.one, duration))
+        else:
+            new = (1.0, width, width**2, duration, width * duration)
+            self.sums = [FORGETTING * old + added for old, added in zip(self.sums, new, strict=True)]
+            self._fit()
         if self.was_drafted:
             self.hits = FORGETTING * self.hits + accepted
             self.expected = FORGETTING * self.expected + sum(chances)
@@ -95,24 +111,29 @@ class WidthPolicy:
         """Candidates that stood for each one expected, started at one as if one had been seen."""
         return (self.hits + 1.0) / (self.expected + 1.0)
 
-    def _costs(self) -> tuple[float, float]:
-        """Cost of drafting and of a further position, relative to one token."""
-        if self.fixed_costs is not None:
-            return self.fixed_costs
-        return (self.draft_seconds or 0.0) / self.one if self.one else USUAL_COSTS[0], self.step_cost
+    def _costs(self) -> tuple[float, float, float]:
+        """Cost of drafting, of verifying any candidates at all, and of each, relative to a round without."""
+        draft_cost, step_cost = self.fixed_costs or USUAL_COSTS
+        one = self.one or self.intercept
+        if self.fixed_costs is not None or not one:
+            return draft_cost, 0.0, step_cost
+        drafting = (self.draft_seconds or 0.0) / one
+        if not self.intercept:
+            return drafting, 0.0, step_cost
+        return drafting, max(0.0, self.intercept / one - 1.0), self.slope_share * self.intercept / one
 
     def _fit(self) -> None:
-        """Lay a line through the measured times: what one token takes, and what a further position adds to it.
+        """Lay a line through the times of verifications: where it meets one token, and what a position adds.
 
         A pull towards the slope of the round before keeps the line sane while all widths are much the same.
         """
         count, width, square, duration, product = self.sums
         mean_width, mean_duration = width / count, duration / count
-        pull = mean_duration * self.step_cost / (1.0 + self.step_cost * (mean_width - 1.0))
+        pull = mean_duration * self.slope_share / (1.0 + self.slope_share * (mean_width - 1.0))
         spread = square / count - mean_width**2
         slope = (product / count - mean_width * mean_duration + pull) / (spread + 1.0)
-        self.one = max(mean_duration - slope * (mean_width - 1.0), 0.1 * mean_duration)
-        self.step_cost = max(slope, 0.0) / self.one if self.one else self.step_cost
+        self.intercept = max(mean_duration - slope * (mean_width - 1.0), 0.1 * mean_duration)
+        self.slope_share = max(slope, 0.0) / self.intercept if self.intercept else self.slope_share
 
     def _now(self) -> float:
         return 0.0 if self.fixed_costs is not None else time.perf_counter()

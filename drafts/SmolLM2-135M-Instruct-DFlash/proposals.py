@@ -45,6 +45,7 @@ class Proposer:
         self.do_sample = do_sample
         self.policy = settings.policy(do_sample)
         self.chances: list[float] = []  # of this round's candidates to stand, by the draft's own account
+        self.behind: list[int] = []  # the rows that the width is chosen for
 
     def propose(
         self,
@@ -64,18 +65,19 @@ class Proposer:
             tree_budget: Nodes of the tree; 0 proposes a chain.
         """
         config = self.drafter.draft.config
+        self.behind = _furthest_behind(prefixes, config.num_proposals)
         num_slots = min(config.block_size, remaining + 1)
         silent_slots = config.block_size - config.num_proposals
         depth = min(self.settings.num_proposals, num_slots - silent_slots, remaining - 1)
         if depth < 1:
             return Proposal(anchors[:, :0])
-        if self.policy is not None and not self.policy.wants_draft():
+        if self.policy is not None and not self.policy.wants_draft(len(rows)):
             return Proposal(anchors[:, :0])
         logits = self.drafter.block_logits(anchors, num_slots)[:, :depth]
         if tree_budget:
             return self._tree(rows, prefixes, logits, tree_budget)
         if self.policy is not None:
-            self.chances = chain_chances(logits)
+            self.chances = chain_chances(logits[self.behind])
             depth = self.policy.choose(self.chances)
             if depth == 0:
                 return Proposal(anchors[:, :0])
@@ -87,7 +89,8 @@ class Proposer:
     def learn(self, proposal: Proposal, counts: Sequence[int]) -> None:
         """Take in how a round went: the tokens it committed per row, `counts`."""
         if self.policy is not None:
-            accepted = sum(counts) / len(counts) - 1
+            behind = [counts[row] for row in self.behind]
+            accepted = sum(behind) / len(behind) - 1
             self.policy.learn(self.chances[: proposal.width - 1], accepted, proposal.width)
 
     def _tree(
@@ -95,7 +98,7 @@ class Proposer:
     ) -> Proposal:
         levels = best_prefixes(self._scores_without_candidates(rows, prefixes, logits), budget)
         if self.policy is not None:
-            self.chances = prefix_chances(levels, budget)
+            self.chances = prefix_chances(levels, budget, self.behind)
             budget = self.policy.choose(self.chances)
             if budget == 0:
                 return Proposal(levels[0].tokens[:, :0])
@@ -128,6 +131,12 @@ class Proposer:
         confident = known.gather(-1, proposal.tokens[..., None])[..., 0] >= threshold
         width = min(int(confident.long().cumprod(dim=1).sum(dim=1).max()) + 1, proposal.tokens.shape[1])
         return Proposal(proposal.tokens[:, :width], None if proposal.probs is None else proposal.probs[:, :width])
+
+
+def _furthest_behind(prefixes: Sequence[torch.Tensor], tolerance: int) -> list[int]:
+    """The rows with the least text, give or take some tokens: a batch takes as long as its slowest row."""
+    least = min(prefix.shape[1] for prefix in prefixes) + tolerance
+    return [row for row, prefix in enumerate(prefixes) if prefix.shape[1] <= least]
 
 
 __all__ = ["Proposal", "Proposer"]

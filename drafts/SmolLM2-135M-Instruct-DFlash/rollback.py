@@ -116,9 +116,11 @@ def reorder_last(cache: Any, order: torch.Tensor, width: int) -> None:
 
 
 def _take_columns(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Columns `index` (B, n) of states (B, G, T, D)."""
-    index = index[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
-    return states.gather(2, index)
+    """Columns `index` (B, n) of states (B, G, T, D). `gather` is several times as slow on a CPU."""
+    batch_size, num_heads, num_columns, head_dim = states.shape
+    first = torch.arange(batch_size * num_heads, device=states.device)[:, None] * num_columns
+    rows = first + index.repeat_interleave(num_heads, dim=0)  # (B * G, n) of the flattened states
+    return states.reshape(-1, head_dim).index_select(0, rows.flatten()).view(batch_size, num_heads, -1, head_dim)
 
 
 class ColumnSnapshot:
