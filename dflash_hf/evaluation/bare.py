@@ -71,7 +71,7 @@ def _time(target: Any, text_ids: list[int], widths: Sequence[int]) -> list[float
     if not is_recurrent:
         cache.activate_past_recording()
     medians = []
-    with torch.no_grad():
+    with torch.inference_mode():  # as the loop runs where it may
         target(input_ids, **{CACHE_KEY: cache}, use_cache=True)
         for width in widths:
             block = input_ids[:, -1:].expand(-1, width).contiguous()
