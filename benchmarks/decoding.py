@@ -26,10 +26,10 @@ import torch
 from transformers import GenerationConfig
 
 from dflash_hf.evaluation import environment, tasks
+from dflash_hf.evaluation.bare import clock_of, time_forwards
 from dflash_hf.evaluation.methods import knobs_set
 from dflash_hf.evaluation.models import Pair, add_pair_arguments, encode_chat, load_pair
 from dflash_hf.evaluation.record import write_text
-from dflash_hf.generation.compat import CACHE_KEY, get_cache
 
 BUDGETS = (8, 16, 32, 64, 128)
 BATCHES = (1, 4, 8, 16)
@@ -69,6 +69,7 @@ class Bench:
     def __init__(self, pair: Pair, args: argparse.Namespace):
         self.target, self.tokenizer, self.draft = pair.target, pair.tokenizer, pair.draft
         self.args = args
+        self.now = clock_of(self.target)
         self.target.generation_config.eos_token_id = None  # a call's own config cannot take it away
 
     def prompts(self, task: str) -> list[list[int]]:
@@ -90,16 +91,11 @@ class Bench:
         )
         drafting = {} if method.draft is None else {"assistant_model": method.draft}
         with knobs_set(getattr(method.draft, "generation_config", config), method.knobs):
-            start = self._now()
+            start = self.now()
             output = self.target.generate(ids, attention_mask=mask, generation_config=config, **drafting)
-            seconds = self._now() - start
+            seconds = self.now() - start
         assert output.sequences.shape[1] == longest + self.args.new_tokens
         return seconds, getattr(output, "acceptance_lengths", None) or []
-
-    def _now(self) -> float:
-        if self.target.device.type == "cuda":
-            torch.cuda.synchronize(self.target.device)
-        return time.perf_counter()
 
     def take_turns(self, methods: dict[str, Method], batches: list[list[list[int]]]) -> list[Figure]:
         """Every method on every batch of rows; `methods` holds "plain", which the others are held to."""
@@ -127,18 +123,9 @@ class Bench:
 
     def cost_curve(self, widths: Iterable[int]) -> dict[int, float]:
         """Median milliseconds of a target's forward of some tokens behind a filled cache, by width."""
-        curve = {}
-        with torch.inference_mode():
-            for width in widths:
-                times = []
-                for _ in range(5):
-                    ids = torch.ones(1, CONTEXT, dtype=torch.long, device=self.target.device)
-                    cache = get_cache(self.target(ids, use_cache=True))
-                    start = self._now()
-                    self.target(ids[:, :1].expand(-1, width), use_cache=True, **{CACHE_KEY: cache})
-                    times.append(self._now() - start)
-                curve[width] = 1000 * statistics.median(times)
-        return curve
+        widths = list(widths)
+        seconds = time_forwards(self.target, [1] * CONTEXT, widths)
+        return {width: 1000 * each for width, each in zip(widths, seconds, strict=True)}
 
 
 def chain(draft: Any, **knobs: Any) -> Method:
@@ -173,11 +160,11 @@ def _drafting_cost(bench: Bench, one_ms: float) -> float:
     times = []
     with torch.inference_mode():
         for _ in range(9):
-            start = bench._now()
+            start = bench.now()
             embeds = draft.embed_block(block, target.get_input_embeddings())
             hidden = draft(noise_embeds=embeds, context_hidden_states=states).last_hidden_state
             draft.compute_logits(hidden, target.get_output_embeddings())
-            times.append(1000 * (bench._now() - start))
+            times.append(1000 * (bench.now() - start))
     return statistics.median(times) / one_ms
 
 

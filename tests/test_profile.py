@@ -115,7 +115,7 @@ def test_few_of_many_widths_are_timed_and_the_others_lie_between(monkeypatch: py
         timed.extend(widths)
         return [10.0 + width for width in widths]
 
-    monkeypatch.setattr(bare, "_time", by_width)
+    monkeypatch.setattr(bare, "time_forwards", by_width)
     seconds = bare.bare_forwards(tiny_target("qwen3"), [5, 6, 7], [*range(1, 65), 3])
     assert len(timed) == bare.MOST_WIDTHS and (timed[0], timed[-1]) == (1, 64)
     assert seconds == {width: pytest.approx(10.0 + width) for width in range(1, 65)}

@@ -40,7 +40,7 @@ def bare_forwards(target: Any, text_ids: Sequence[int], widths: Iterable[int]) -
     wanted = sorted(set(widths))
     places = np.linspace(0, len(wanted) - 1, MOST_WIDTHS).round().astype(int)
     timed = [wanted[place] for place in np.unique(places)]
-    seconds = _time(target, _with_room(target, text_ids, wanted[-1]), timed)
+    seconds = time_forwards(target, _with_room(target, text_ids, wanted[-1]), timed)
     return {width: float(np.interp(width, timed, seconds)) for width in wanted}
 
 
@@ -55,8 +55,8 @@ def mean_over(widths: Sequence[int], seconds: dict[int, float]) -> float:
     return statistics.fmean(seconds[width] for width in widths)
 
 
-def _time(target: Any, text_ids: list[int], widths: Sequence[int]) -> list[float]:
-    """The median seconds of some forwards of each width."""
+def time_forwards(target: Any, text_ids: list[int], widths: Sequence[int]) -> list[float]:
+    """The median seconds of some forwards of each width (tokens) behind a text; every width is timed."""
     import copy
 
     import torch
@@ -87,4 +87,4 @@ def _time(target: Any, text_ids: list[int], widths: Sequence[int]) -> list[float
     return medians
 
 
-__all__ = ["bare_forwards", "clock_of", "mean_over"]
+__all__ = ["bare_forwards", "clock_of", "mean_over", "time_forwards"]

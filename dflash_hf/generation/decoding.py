@@ -18,6 +18,7 @@ from transformers.utils import logging
 from .compat import get_cache
 from .drafting import Drafter
 from .inference import inference_mode_if_private, make_ordinary, ordinary_tensors
+from .ordering import in_order
 from .processors import BlockProcessor
 from .proposals import Proposal, Proposer
 from .rollback import why_not_croppable
@@ -216,7 +217,7 @@ class DecodingLoop:
             taps = self.runner.taps(outputs)
             del outputs
             if verdict.order is not None:
-                taps = _in_order(taps, verdict.order[:, : max(counts)])
+                taps = in_order(taps, verdict.order[:, : max(counts)])
             # A row that stops short leaves; where rows cannot be ragged, the cache keeps it level with the others.
             kept = counts if self.runner.can_be_ragged else [max(counts)] * len(counts)
             self.runner.keep(kept, proposal.width, verdict.order)
@@ -229,7 +230,7 @@ class DecodingLoop:
     ) -> tuple[list[int], list[int]]:
         """Append what was accepted; returns how many tokens each row got, and which rows go on."""
         if verdict.order is not None and self.sequences.keeps_scores:
-            logits, scores = _in_order(logits, verdict.order), _in_order(scores, verdict.order)
+            logits, scores = in_order(logits, verdict.order), in_order(scores, verdict.order)
         committed = verdict.to_host()
         if is_round and not self.runner.can_be_ragged:  # rows of a cache that keeps them level advance together
             level = min(len(tokens) for tokens in committed)
@@ -336,12 +337,6 @@ class DecodingLoop:
         """Other processes still generate, and sharded weights need every process in every forward."""
         self.runner.verify(self.sequences.anchors(self.last_rows))
         self.runner.keep([0] * len(self.last_rows), 1)
-
-
-def _in_order(states: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Positions of (B, W, n) in the order (B, W or fewer)."""
-    rows = torch.arange(len(states), device=states.device)[:, None]
-    return states[rows, order.to(states.device)]
 
 
 __all__ = ["DecodingLoop", "decode"]

@@ -80,7 +80,9 @@ class FinishedRows:
     def store(self, cache: Any, leaving: Sequence[int], counts: Sequence[int]) -> None:
         """Store rows before they leave. `counts`: tokens that each row has in the cache."""
         for index in leaving:
-            self._store(cache, index, counts[index])
+            row = self.rows[index]
+            self.counts[row] = counts[index]
+            self.states[row] = [LayerRow.of(layer, index, counts[index]) for layer in cache.layers]
 
     def store_last(self, cache: Any, leaving: Sequence[int]) -> None:
         """Store what the last column of the cache, a row's last token, adds to the rows that `store` has stored."""
@@ -123,11 +125,6 @@ class FinishedRows:
         layer.keys, layer.values = self._placed(keys, width, kept), self._placed(values, width, kept)
         if window is not None:
             layer.cumulative_length = width
-
-    def _store(self, cache: Any, index: int, count: int) -> None:
-        row = self.rows[index]
-        self.counts[row] = count
-        self.states[row] = [LayerRow.of(layer, index, count) for layer in cache.layers]
 
     def _placed(self, rows: Sequence[torch.Tensor], width: int, kept: int) -> torch.Tensor:
         """The last `kept` of `width` columns, (B, G, kept, D)."""

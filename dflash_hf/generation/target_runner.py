@@ -15,6 +15,7 @@ import torch
 from .compat import CACHE_KEY, get_cache, hidden_states_request, layer_outputs
 from .finished_rows import FinishedRows
 from .masks import to_attention_mask, tree_visibility
+from .ordering import real_first
 from .recurrent import RecurrentStates, check_multi_token_forward
 from .rollback import LINEAR, can_realign, crop, free_columns, realign, record_past, reorder_last
 from .rope_limits import RopeLimits
@@ -274,9 +275,7 @@ class TargetRunner:
         real = self.attention_mask.bool()  # (B, S)
         self.padding = real.long().argmax(dim=1).tolist()
         real = real[:, -num_tokens:]
-        order = (~real).to(torch.uint8).argsort(dim=1, stable=True).to(taps.device)
-        lengths = real.sum(dim=1).tolist()
-        return taps[torch.arange(batch_size, device=taps.device)[:, None], order], lengths
+        return real_first(taps, real), real.sum(dim=1).tolist()
 
 
 def tapped_states(target: Any, outputs: Any, layer_ids: Sequence[int]) -> torch.Tensor:

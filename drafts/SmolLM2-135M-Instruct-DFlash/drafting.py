@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from .ordering import real_first
 from .processors import BlockProcessor, to_float32
 from .verification import best_tokens, sample
 
@@ -173,8 +174,7 @@ def _joined(chunks: Sequence[tuple[torch.Tensor, list[int]]]) -> tuple[torch.Ten
             ],
             dim=1,
         )
-        order = (~is_real).to(torch.uint8).argsort(dim=1, stable=True)[:, : max(lengths)]
-        taps = taps[torch.arange(len(taps), device=taps.device)[:, None], order]
+        taps = real_first(taps, is_real, max(lengths))
     return taps[:, : max(lengths)], lengths
 
 

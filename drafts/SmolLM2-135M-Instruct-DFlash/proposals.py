@@ -65,7 +65,8 @@ class Proposer:
             tree_budget: Nodes of the tree; 0 proposes a chain.
         """
         config = self.drafter.draft.config
-        self.behind = _furthest_behind(prefixes, config.num_proposals)
+        if self.policy is not None:
+            self.behind = _furthest_behind(prefixes, config.num_proposals)
         num_slots = min(config.block_size, remaining + 1)
         silent_slots = config.block_size - config.num_proposals
         depth = min(self.settings.num_proposals, num_slots - silent_slots, remaining - 1)
