@@ -129,6 +129,28 @@ def test_hook_that_says_it_keeps_nothing_changes_nothing():
     assert modes_in(target, tiny_draft(target)) == {True}
 
 
+def test_hooks_may_come_while_they_are_looked_at():
+    """As other threads' do that generate with the same target."""
+    target = tiny_target()
+
+    class Arriving:
+        @property
+        def keeps_no_tensors(self):
+            target.register_forward_hook(quiet)
+            return True
+
+        def __call__(self, module, args, output):
+            return None
+
+    def quiet(module, args, output):
+        return None
+
+    quiet.keeps_no_tensors = True
+    target.register_forward_hook(Arriving())
+    target.register_forward_hook(quiet)
+    assert modes_in(target, tiny_draft(target)) == {True}
+
+
 def test_being_timed_changes_nothing():
     target = tiny_target()
     draft = tiny_draft(target)

@@ -72,7 +72,7 @@ def _is_watched(model: torch.nn.Module) -> bool:
         _may_keep_tensors(hook)
         for module in model.modules()
         for hooks in (module._forward_hooks, module._forward_pre_hooks)
-        for hook in hooks.values()
+        for hook in list(hooks.values())  # other threads may be adding hooks of their own
     )
 
 
