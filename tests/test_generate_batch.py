@@ -202,11 +202,41 @@ def test_rows_reach_the_length_limit_in_different_rounds():
 # --- caches ----------------------------------------------------------------------------------------------------------
 
 
+def widths_of(target, batch, draft, num_tokens):
+    """Rows and tokens of every verification."""
+    shapes = []
+    handle = target.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    try:
+        assert_rows_are_their_own(target, batch, draft, num_tokens)
+    finally:
+        handle.remove()
+    return [shape for shape in shapes[1:] if shape[1] <= draft.config.block_size]
+
+
+def test_row_near_its_end_does_not_narrow_the_others():
+    """One row accepts everything and ends early; until it leaves, the blocks of the others stay whole."""
+    target, batch = shared_target(), ragged([30, 3, 5])
+    mask = batch["attention_mask"]
+    draft = oracle_draft(target, batch["input_ids"], 24, lambda at: 3 if at >= 30 else 0, attention_mask=mask)
+    shapes = [shape for shape in widths_of(target, batch, draft, 24) if shape[0] == 3]
+    assert len(shapes) == 6, "of 24 tokens, the first comes with the prompt"
+    assert {width for _, width in shapes} == {4}
+
+
+def test_candidates_stay_within_a_table_of_positions():
+    """A row that is to end at the last position cannot be verified beyond it, whatever the others still need."""
+    target, batch = shared_target("gpt2", n_positions=24), ragged([9, 4])
+    draft = oracle_draft(target, batch["input_ids"], 11, [3, 0, 1], attention_mask=batch["attention_mask"])
+    assert_rows_are_their_own(target, batch, draft, 15)
+
+
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_caches_are_as_wide_as_the_longest_row(family):
     """Memory grows with the tokens kept, not with the tokens tried."""
     target, batch = shared_target(family), ragged([3, 9, 5])
-    draft = oracle_draft(target, batch["input_ids"], 60, [3, 0, 0, 2, 1, 0], attention_mask=batch["attention_mask"])
+    draft = oracle_draft(target, batch["input_ids"], 80, [3, 0, 0, 2, 1, 0], attention_mask=batch["attention_mask"])
     widths = []
 
     def spy(module, args, kwargs):
@@ -223,7 +253,7 @@ def test_caches_are_as_wide_as_the_longest_row(family):
 
     decoding.DecodingLoop._round = record
     try:
-        target.generate(**batch, assistant_model=draft, max_new_tokens=60, do_sample=False)
+        target.generate(**batch, assistant_model=draft, max_new_tokens=80, do_sample=False)
     finally:
         handle.remove()
         decoding.DecodingLoop._round = original

@@ -213,7 +213,7 @@ def test_slot_that_overflows_changes_nothing(tree_budget: int, entries: slice, v
     class Overflowing(Qwen3DFlashForDraft):
         def compute_logits(self, last_hidden_state: torch.Tensor, target_head: Any) -> torch.Tensor:
             logits = super().compute_logits(last_hidden_state, target_head).clone()
-            logits[:, 1, entries] = value
+            logits[:, 1:2, entries] = value  # the last block of a call has one slot
             return logits
 
     target = shared_target()

@@ -443,7 +443,7 @@ def test_incremental_context_gives_the_proposals_of_a_fresh_start():
     seen = []
     original = Drafter.block_logits
 
-    def spy(drafter, anchors, num_slots):
+    def spy(drafter, anchors, num_slots, depth):
         seen.append(
             (
                 drafter.positions[0] + sum(lengths[0] for _, lengths in drafter.pending),
@@ -451,7 +451,7 @@ def test_incremental_context_gives_the_proposals_of_a_fresh_start():
                 drafter.draft.config.block_size,
             )
         )
-        return original(drafter, anchors, num_slots)
+        return original(drafter, anchors, num_slots, depth)
 
     with forwards_of(draft) as calls:
         Drafter.block_logits = spy

@@ -36,7 +36,7 @@ def batch() -> dict[str, torch.Tensor]:
 def ragged_draft(target: Any, inputs: dict[str, torch.Tensor]) -> Any:
     """Right to a depth that changes with the position, so rows of a batch part at once."""
     mask = inputs["attention_mask"]
-    return oracle_draft(target, inputs["input_ids"], NEW_TOKENS, [0, 3, 1, 2, 3], attention_mask=mask)
+    return oracle_draft(target, inputs["input_ids"], NEW_TOKENS, [0, 3, 1, 2, 3, 1, 2], attention_mask=mask)
 
 
 def drafted(target: Any, draft: Any, inputs: dict[str, Any], **kwargs: Any) -> Any:

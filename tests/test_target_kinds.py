@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from dflash_hf.generation import drafting
+from dflash_hf.generation import decoding, drafting
 from dflash_hf.generation.drafting import Drafter
 from helpers import greedy, random_prompt, tiny_draft, tiny_target
 from oracle import oracle_draft
@@ -217,6 +217,53 @@ def test_target_wrapped_by_peft(prompt: torch.Tensor) -> None:
     plain = target.get_base_model()
     draft = oracle_draft(plain, prompt, NEW_TOKENS, depth=2)
     assert max(assert_generates_its_own_tokens(target, draft, prompt)) == 3
+
+
+@pytest.fixture
+def undrafted(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    """The log, with the warning of calls that are not drafted."""
+    decoding.logger.warning_once.cache_clear()
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    monkeypatch.setattr(decoding.logger, "propagate", True)
+    with caplog.at_level(logging.WARNING):
+        yield caplog
+
+
+def test_adapters_named_row_by_row_are_generated_with_but_not_drafted_for(undrafted) -> None:
+    peft = pytest.importorskip("peft")
+    adapters = [peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False) for _ in range(2)]
+    target = peft.get_peft_model(tiny_target("qwen3", dtype=torch.float32), adapters[0], adapter_name="one")
+    target.add_adapter("two", adapters[1])
+    target.eval()
+    draft = tiny_draft(target.get_base_model())
+    prompts, names = random_prompt(5, batch_size=2), ["two", "one"]
+    kwargs: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    text = target.generate(prompts, adapter_names=names, **kwargs)
+    kwargs |= {"eos_token_id": int(text[0, 7]), "pad_token_id": 0}  # one row stops early, and would leave
+    expected = target.generate(prompts, adapter_names=names, **kwargs)
+    assert torch.equal(
+        target.generate(prompts[:1], adapter_names=["two"], assistant_model=draft, **kwargs)[0], expected[0, :8]
+    )
+    assert "without the draft" not in undrafted.text
+    assert torch.equal(target.generate(prompts, adapter_names=names, assistant_model=draft, **kwargs), expected)
+    assert "`adapter_names` names an adapter for every row" in undrafted.text
+
+
+def test_activated_lora_is_generated_with_but_not_drafted_for(undrafted) -> None:
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(
+        target_modules=["q_proj", "v_proj"],
+        init_lora_weights=False,
+        alora_invocation_tokens=[3, 4],
+        task_type="CAUSAL_LM",
+    )
+    target = peft.get_peft_model(tiny_target("qwen3", dtype=torch.float32), adapter)
+    prompt = torch.cat([random_prompt(5), torch.tensor([[3, 4, 7]])], dim=1)
+    draft = tiny_draft(target.get_base_model())
+    kwargs: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    expected = target.generate(input_ids=prompt, **kwargs)
+    assert torch.equal(target.generate(input_ids=prompt, assistant_model=draft, **kwargs), expected)
+    assert "`alora_offsets`" in undrafted.text
 
 
 @pytest.fixture

@@ -42,6 +42,7 @@ def main() -> None:
     trainer.save_model(str(folder / "final"))
     result = {"losses": losses_of(trainer), "metrics": metrics, "processes": trainer.args.world_size}
     (folder / f"curve-{trainer.args.process_index}.json").write_text(json.dumps(result))
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ class _Watcher:
         self.trace.prompt_taps = tuple(result[1].shape)
         self.trace.cached_after_prefill = self.loop.runner.length
 
-    def after_block_logits(self, logits: torch.Tensor, anchors: torch.Tensor, num_slots: int) -> None:
+    def after_block_logits(self, logits: torch.Tensor, anchors: torch.Tensor, num_slots: int, depth: int) -> None:
         self.round.logits = logits[0].float()
         mask = self.loop.drafter.draft.config.mask_token_id
         self.round.block_ids = [int(anchors[0, 0]), *[mask] * (num_slots - 1)]

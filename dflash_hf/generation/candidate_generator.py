@@ -58,7 +58,7 @@ class DFlashCandidateGenerator(CandidateGenerator):
         if num_proposals < 1:
             return input_ids, None
         num_slots = min(self.drafter.draft.config.block_size, remaining + 1)
-        logits = self.drafter.block_logits(input_ids[:, -1:], num_slots)[:, :num_proposals]
+        logits = self.drafter.block_logits(input_ids[:, -1:], num_slots, num_proposals)
         candidates, probs = choose_candidates(
             logits, self.processor, [0], [input_ids], self.do_sample, self.drafter.refine
         )

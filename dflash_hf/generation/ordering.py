@@ -1,13 +1,13 @@
-"""Tokens of every row in an order of its own.
+"""Tokens of every row in an order of its own. `gather` and `scatter` are many times as slow on a CPU.
 
-Shapes: B batch, N tokens, M of them, n anything.
+Shapes: B batch, N tokens, M of them, n anything; G heads, T columns, D head size.
 """
 
 import torch
 
 
 def in_order(states: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Tokens `order` (B, M) of states (B, N, n), copied whole; `gather` is several times as slow on a CPU."""
+    """Tokens `order` (B, M) of states (B, N, n), copied whole."""
     rows = torch.arange(len(states), device=states.device)[:, None]
     return states[rows, order.to(states.device)]
 
@@ -17,4 +17,24 @@ def real_first(states: torch.Tensor, is_real: torch.Tensor, count: int | None = 
     return in_order(states, (~is_real).to(torch.uint8).argsort(dim=1, stable=True)[:, :count])
 
 
-__all__ = ["in_order", "real_first"]
+def take_columns(states: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Columns (B, M) of states (B, G, T, D), copied."""
+    batch_size, num_heads, _, head_dim = states.shape
+    taken = states.reshape(-1, head_dim).index_select(0, _flat_columns(states, columns))
+    return taken.view(batch_size, num_heads, -1, head_dim)
+
+
+def put_columns(states: torch.Tensor, columns: torch.Tensor, new: torch.Tensor) -> None:
+    """Write (B, G, M, D) into columns (B, M) of contiguous states (B, G, T, D); of equal ones any may win."""
+    head_dim = states.shape[-1]
+    states.view(-1, head_dim).index_copy_(0, _flat_columns(states, columns), new.reshape(-1, head_dim))
+
+
+def _flat_columns(states: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Where columns (B, M) of every head are among all columns of all rows: (B * G * M,)."""
+    batch_size, num_heads, num_columns, _ = states.shape
+    first = torch.arange(batch_size * num_heads, device=states.device)[:, None] * num_columns
+    return (first + columns.repeat_interleave(num_heads, dim=0)).flatten()
+
+
+__all__ = ["in_order", "put_columns", "real_first", "take_columns"]

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from .policy import USUAL_COSTS, WidthPolicy
+from .costs import USUAL_COSTS
+from .policy import WidthPolicy
 
 AUTO_TREE_BUDGET = 64
 LARGEST_TREE = 1024  # the mask is quadratic

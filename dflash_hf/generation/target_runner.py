@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .attention import grouped_queries
 from .compat import CACHE_KEY, get_cache, hidden_states_request, layer_outputs
 from .finished_rows import FinishedRows
 from .masks import to_attention_mask, tree_visibility
@@ -110,6 +111,11 @@ class TargetRunner:
         """How many tokens the next verification may hold; `None`: any number."""
         return self.rope_limits.width_at(self.length - min(self.padding))
 
+    def free_positions(self) -> int:
+        """How many positions the target was made for lie behind those of the longest row."""
+        config = self.target.config.get_text_config(decoder=True)
+        return getattr(config, "max_position_embeddings", 0) - (self.length - min(self.padding))
+
     def verify(self, block_ids: torch.Tensor, tree: Tree | None = None) -> Any:
         """Run anchor and candidates (B, W), a chain or a tree, behind the cache; logits (B, W, V)."""
         batch_size, width = block_ids.shape
@@ -131,7 +137,8 @@ class TargetRunner:
             inputs["logits_to_keep"] = width
         if self.recurrent is not None:
             self.recurrent.save()
-        outputs = self.target(**inputs, return_dict=True)
+        with grouped_queries():
+            outputs = self.target(**inputs, return_dict=True)
         self.length += width
         return outputs
 

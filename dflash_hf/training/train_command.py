@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     trainer.save_state()
+    trainer.accelerator.end_training()  # a process group left open may abort a finished run at exit
     return 0
 
 

@@ -15,6 +15,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.utils import logging
 
+from .adapters import why_not_with_adapters
 from .compat import get_cache
 from .drafting import Drafter
 from .inference import inference_mode_if_private, make_ordinary, ordinary_tensors
@@ -54,6 +55,7 @@ def decode(
     """
     cache = get_cache(model_kwargs)
     reason = why_not_drafted(input_ids, logits_processor, stopping_criteria, cache, streamer)
+    reason = reason or why_not_with_adapters(target, input_ids.shape[0])
     if reason is not None:
         logger.warning_once(f"Generating without the draft: {reason}.")
         output = target._sample(
@@ -194,13 +196,24 @@ class DecodingLoop:
     def _round(self) -> None:
         """Draft, verify, commit (the design's round, arXiv 2602.06036, section 3)."""
         anchors = self.sequences.anchors(self.rows)
-        remaining = self.stop_rule.max_length - max(self.sequences.lengths[row] for row in self.rows)
-        if (most := self.runner.most_tokens()) is not None:
-            remaining = min(remaining, most)
+        remaining = self._remaining()
         prefixes = [self.sequences.prefix(row) for row in self.rows]
         proposal = self.proposer.propose(self.rows, prefixes, anchors, remaining, self.tree_budget)
         outputs = self.runner.verify(torch.cat([anchors, proposal.tokens], dim=1), proposal.tree)
         self._commit(outputs, outputs.logits.to(anchors.device), proposal, is_round=True)
+
+    def _remaining(self) -> int:
+        """Tokens that this round may hold: what the row furthest behind may get; the others are cut at their end.
+
+        The candidates of the longest row must leave neither a static buffer nor a table of positions, though.
+        """
+        lengths = [self.sequences.lengths[row] for row in self.rows]
+        remaining = self.stop_rule.max_length - max(lengths)
+        if self.runner.can_be_ragged:
+            behind = self.stop_rule.max_length - min(lengths)
+            remaining = max(remaining, min(behind, self.runner.free_positions()))
+        most = self.runner.most_tokens()
+        return remaining if most is None else min(remaining, most)
 
     def _commit(self, outputs: Any, logits: torch.Tensor, proposal: Proposal, is_round: bool) -> None:
         """Accept, append up to where a row stops, roll the caches back to what was kept, let stopped rows leave."""

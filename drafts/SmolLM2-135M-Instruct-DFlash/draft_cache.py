@@ -16,6 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .ordering import put_columns
+
 
 class ColumnLayout:
     """Which column holds what, for all layers that keep the same amount of context.
@@ -87,8 +89,7 @@ class ColumnLayout:
         if isinstance(self.columns, slice):
             buffer[:, :, self.columns] = states[:, :, :num_new]
         else:
-            index = self.columns[:, None, :, None].expand(-1, num_heads, -1, head_dim)
-            buffer.scatter_(2, index, states[:, :, :num_new])
+            put_columns(buffer, self.columns, states[:, :, :num_new])
         buffer[:, :, self.block_start : self.block_start + block_size] = states[:, :, num_new:]
         return buffer
 

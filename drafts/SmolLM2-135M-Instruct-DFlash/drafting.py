@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from .attention import grouped_queries
 from .ordering import real_first
 from .processors import BlockProcessor, to_float32
 from .verification import best_tokens, sample
@@ -49,26 +50,29 @@ class Drafter:
         self.states_dtype = taps.dtype
         self.pending.append((within_range(taps, self.dtype).to(self.device), list(lengths)))
 
-    def block_logits(self, anchors: torch.Tensor, num_slots: int) -> torch.Tensor:
-        """Draft the tokens behind the anchors (B, 1), in a block of `num_slots`; logits (B, P, V)."""
+    def block_logits(self, anchors: torch.Tensor, num_slots: int, depth: int | None = None) -> torch.Tensor:
+        """Draft behind the anchors (B, 1), in a block of `num_slots`; logits (B, P, V) of up to `depth` proposals."""
         device = self.device
         masks = anchors.new_full((anchors.shape[0], num_slots - 1), self.draft.config.mask_token_id)
         embeds = self.draft.embed_block(torch.cat([anchors, masks], dim=1), self.target_embeddings)
         context, lengths = _joined(self.pending)
         position_ids = self._position_ids(lengths, num_slots, device)
         self.cache.begin_round(position_ids, lengths)
-        outputs = self.draft(
-            noise_embeds=embeds.to(device=device, dtype=self.dtype),
-            context_hidden_states=context,
-            position_ids=position_ids,
-            cache=self.cache,
-        )
+        with grouped_queries():
+            outputs = self.draft(
+                noise_embeds=embeds.to(device=device, dtype=self.dtype),
+                context_hidden_states=context,
+                position_ids=position_ids,
+                cache=self.cache,
+            )
         self.positions = [start + length for start, length in zip(self.positions, lengths, strict=True)]
         self.pending = []
         if self.dtype == torch.float16 and not self.has_drafted:
             warn_of_overflow(outputs.last_hidden_state)
         self.has_drafted = True
         states = outputs.last_hidden_state.to(dtype=self.states_dtype, device=embeds.device)
+        if depth is not None:
+            states = states[:, : depth if self.draft.config.slots_predict_next else depth + 1]
         logits = self.draft.compute_logits(states, self.target_head).to(anchors.device)
         if self.draft.config.proposes_stepwise:
             self.refine = lambda previous: self.draft.step_logits(logits, states, previous).to(anchors.device)

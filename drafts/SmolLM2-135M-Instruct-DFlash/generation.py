@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers.generation.utils import GenerationMixin
 
+from .attention import restore_attention
 from .candidate_generator import DFlashCandidateGenerator
 from .compat import CACHE_KEY
 from .draft_cache import DraftCache
@@ -86,6 +87,7 @@ def remove_hook() -> None:
         setattr(GenerationMixin, name, original)
     if hasattr(GenerationMixin, _MARKER):
         delattr(GenerationMixin, _MARKER)
+    restore_attention()
 
 
 __all__ = [

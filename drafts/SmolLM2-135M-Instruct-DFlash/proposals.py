@@ -74,11 +74,11 @@ class Proposer:
             return Proposal(anchors[:, :0])
         if self.policy is not None and not self.policy.wants_draft(len(rows)):
             return Proposal(anchors[:, :0])
-        logits = self.drafter.block_logits(anchors, num_slots)[:, :depth]
+        logits = self.drafter.block_logits(anchors, num_slots, depth)
         if tree_budget:
             return self._tree(rows, prefixes, logits, tree_budget)
         if self.policy is not None:
-            self.chances = chain_chances(logits[self.behind])
+            self.chances = chain_chances(logits, self.behind)
             depth = self.policy.choose(self.chances)
             if depth == 0:
                 return Proposal(anchors[:, :0])

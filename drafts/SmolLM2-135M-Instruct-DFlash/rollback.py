@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from transformers import cache_utils as cu
 
+from .ordering import take_columns
+
 LINEAR = cu.LinearAttentionCacheLayerMixin
 REALIGNABLE = {
     getattr(cu, name)
@@ -99,8 +101,8 @@ def realign(cache: Any, removed: torch.Tensor, width: int) -> None:
         index = torch.arange(columns - kept, columns, device=layer.keys.device) - removed[:, None].to(
             layer.keys.device
         )
-        layer.keys = _take_columns(layer.keys, index.clamp_min(0))
-        layer.values = _take_columns(layer.values, index.clamp_min(0))
+        layer.keys = take_columns(layer.keys, index.clamp_min(0))
+        layer.values = take_columns(layer.values, index.clamp_min(0))
         if is_sliding:
             layer.cumulative_length = width
 
@@ -112,15 +114,7 @@ def reorder_last(cache: Any, order: torch.Tensor, width: int) -> None:
             index = order.to(layer.keys.device)
             for states in (layer.keys, layer.values):
                 written = states[:, :, -width:]
-                written[:, :, : index.shape[1]] = _take_columns(written, index)
-
-
-def _take_columns(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Columns `index` (B, n) of states (B, G, T, D). `gather` is several times as slow on a CPU."""
-    batch_size, num_heads, num_columns, head_dim = states.shape
-    first = torch.arange(batch_size * num_heads, device=states.device)[:, None] * num_columns
-    rows = first + index.repeat_interleave(num_heads, dim=0)  # (B * G, n) of the flattened states
-    return states.reshape(-1, head_dim).index_select(0, rows.flatten()).view(batch_size, num_heads, -1, head_dim)
+                written[:, :, : index.shape[1]] = take_columns(written, index)
 
 
 class ColumnSnapshot:
