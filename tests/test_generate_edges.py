@@ -288,6 +288,27 @@ def test_block_does_not_reach_across_a_change_of_the_rotary_embedding(
     assert found.tolist() == greedy(plain, prompt, 30).tolist()
 
 
+@pytest.mark.parametrize("rope", [LONG, DYNAMIC], ids=["longrope", "dynamic"])
+@pytest.mark.parametrize("new_tokens", [9, 30])
+def test_batch_that_gets_to_a_change_of_the_rotary_embedding_is_not_drafted(
+    new_tokens: int, rope: dict[str, Any]
+) -> None:
+    """There the longest row changes it for all, so rows must be as long as in plain `generate`."""
+    overrides = {"max_position_embeddings": 16, "rope_parameters": rope}
+    plain, target = tiny_target("llama", **overrides), tiny_target("llama", **overrides)
+    batch = left_padded([random_prompt(length, seed=length)[0] for length in (3, 8)])
+    found = target.generate(
+        **batch,
+        assistant_model=tiny_draft(target),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
+    )
+    expected = plain.generate(**batch, max_new_tokens=new_tokens, do_sample=False)
+    assert found.sequences.tolist() == expected.tolist()
+    assert any(found.acceptance_lengths) == (new_tokens == 9)
+
+
 def test_rope_limits_of_layers_with_their_own_parameters() -> None:
     config = tiny_target("llama").config
     config.max_position_embeddings = 16

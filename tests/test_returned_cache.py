@@ -5,11 +5,13 @@ Shapes: B batch, S context, N new tokens.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from dflash_hf.generation.compat import CACHE_KEY, get_cache
-from helpers import greedy, left_padded, random_prompt, tiny_draft
+from helpers import greedy, left_padded, random_prompt, tiny_draft, tiny_target
 from hybrid_targets import HYBRIDS, hybrid_target
 from oracle import oracle_draft
 
@@ -34,3 +36,55 @@ def test_second_turn_of_a_batch_takes_over_all_rows(name: str) -> None:
     turn = {"input_ids": ids, "attention_mask": mask, CACHE_KEY: get_cache(first)}
     second = target.generate(**turn, **options, assistant_model=tiny_draft(target))
     assert second.sequences.tolist() == greedy(target, ids, NEW_TOKENS, attention_mask=mask).tolist()
+
+
+def second_turn(target: Any, first: Any, mask: torch.Tensor, added: torch.Tensor) -> list[list[int]]:
+    """What a target says after more text, with the cache of its first turn."""
+    ids = torch.cat([first.sequences, random_prompt(4, batch_size=len(mask), seed=5)], dim=1)
+    mask = torch.cat([mask, added, torch.ones(len(mask), 4, dtype=torch.long)], dim=1)
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    return target.generate(ids, attention_mask=mask, **{CACHE_KEY: get_cache(first)}, **options).tolist()
+
+
+@pytest.mark.parametrize("tree_budget", [0, 8])
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_row_that_ends_short_in_the_last_round_has_its_last_token(family: str, tree_budget: int) -> None:
+    """Both rows leave together, and nothing runs after them; the cache holds the shorter one to its end."""
+    target = tiny_target(family)
+    for seed in range(20):
+        ids = random_prompt(6, batch_size=2, seed=seed)
+        mask = torch.ones_like(ids)
+        free = greedy(target, ids, 5, attention_mask=mask)[:, 6:].tolist()
+        end = free[0][3]
+        if end not in free[0][:3] + free[1]:
+            break
+    draft = oracle_draft(target, ids, 5, 4, attention_mask=mask, block_size=6)
+    draft.generation_config.draft_tree_budget = tree_budget
+    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": end, "return_dict_in_generate": True}
+    plain = target.generate(ids, attention_mask=mask, **options)
+    drafted = target.generate(ids, attention_mask=mask, **options, assistant_model=draft)
+    assert drafted.acceptance_lengths == [[3], [4]], "one round"
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    added = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
+    assert second_turn(target, drafted, mask, added) == second_turn(target, plain, mask, added)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_row_that_ends_with_the_prompt_leaves_the_states_of_the_others_alone(name: str) -> None:
+    """Its end token is run apart, one token for all rows, before any block has been verified; that is taken back."""
+    target = hybrid_target(name)
+    for seed in range(20):
+        ids = random_prompt(6, batch_size=2, seed=seed)
+        first = [int(greedy(target, row[None], 1)[0, -1]) for row in ids]
+        if first[0] != first[1]:
+            break
+    assert first[0] != first[1]
+    options = {
+        "max_new_tokens": 10,
+        "do_sample": False,
+        "eos_token_id": first[0],
+        "attention_mask": torch.ones_like(ids),
+    }
+    plain = target.generate(ids, **options)
+    drafted = target.generate(ids, **options, return_dict_in_generate=True, assistant_model=tiny_draft(target))
+    assert drafted.sequences.tolist() == plain.tolist()

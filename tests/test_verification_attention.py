@@ -16,12 +16,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AttentionInterface
+from transformers.generation.streamers import BaseStreamer
 from transformers.integrations import sdpa_attention
 
 from comparing import assert_same_text, shared_target
 from dflash_hf.generation import attention, install_hook, remove_hook
 from dflash_hf.generation.attention import grouped_queries
-from helpers import left_padded, random_prompt, tiny_draft, tiny_target
+from helpers import greedy, left_padded, random_prompt, tiny_draft, tiny_target
 from oracle import oracle_draft
 
 
@@ -90,9 +91,10 @@ def test_verifications_repeat_no_keys(family: str, tree_budget: int, repeats: li
     repeats.clear()
     target.generate(**batch, max_new_tokens=1, do_sample=False)
     prefill = len(repeats)
-    repeats.clear()
+    assert prefill == 2 * target.config.num_hidden_layers, "without this the test would say nothing"
+    target.generate(**batch, assistant_model=draft, max_new_tokens=24, do_sample=False)
+    assert len(repeats) == 2 * prefill
     assert_same_text(target, draft, batch)
-    assert len(repeats) == 2 * prefill, "keys are repeated in prefills only, the target's own and the drafted call's"
 
 
 def test_other_forwards_and_threads_keep_the_attention_of_transformers(repeats: list[torch.Size]) -> None:
@@ -132,14 +134,54 @@ def test_exception_ends_it(repeats: list[torch.Size]) -> None:
     assert len(repeats) == 2
 
 
-def test_hook_that_is_removed_leaves_the_attention_of_transformers() -> None:
-    with grouped_queries():
-        assert AttentionInterface()["sdpa"] is not sdpa_attention.sdpa_attention_forward
-    remove_hook()
+class RemovesTheHook(BaseStreamer):
+    """A caller who has had enough in the middle of a generation."""
+
+    def put(self, value: torch.Tensor) -> None:
+        """Remove it."""
+        remove_hook()
+
+    def end(self) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize("in_mid_run", [False, True])
+def test_hook_that_is_removed_leaves_the_attention_of_transformers(in_mid_run: bool) -> None:
+    target, prompt = shared_target(), random_prompt(7)
+    assert AttentionInterface()["sdpa"] is not sdpa_attention.sdpa_attention_forward
     try:
+        if in_mid_run:
+            draft, expected = tiny_draft(target), greedy(target, prompt, 12)
+            found = target.generate(
+                prompt, assistant_model=draft, streamer=RemovesTheHook(), max_new_tokens=12, do_sample=False
+            )
+            assert torch.equal(found, expected)
+        else:
+            remove_hook()
         assert AttentionInterface()["sdpa"] is sdpa_attention.sdpa_attention_forward
     finally:
         install_hook()
+
+
+def test_result_may_lie_in_memory_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's memory-efficient kernel returns tokens before heads, transposed."""
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def transposed(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return original(*args, **kwargs).transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", transposed)
+    target = shared_target()
+    assert_same_text(target, tiny_draft(target), random_prompt(7))
+
+
+def test_grouping_goes_on_behind_one_within(repeats: list[torch.Size]) -> None:
+    key = torch.randn(1, 2, 5, 4)
+    with grouped_queries():
+        with grouped_queries():
+            pass
+        attend(torch.randn(1, 4, 3, 4), key, key, torch.ones(1, 1, 3, 5, dtype=torch.bool))
+    assert not repeats
 
 
 def test_copies_of_the_code_share_one_replacement(repeats: list[torch.Size]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers.generation.utils import GenerationMixin
 
-from .attention import restore_attention
+from .attention import install_attention, remove_attention
 from .candidate_generator import DFlashCandidateGenerator
 from .compat import CACHE_KEY
 from .draft_cache import DraftCache
@@ -72,7 +72,11 @@ _WRAPPERS = {
 
 
 def install_hook() -> None:
-    """Wrap the three methods, unless this or another copy of this module has done so in this process."""
+    """Wrap the three methods, unless this or another copy of this module has done so in this process.
+
+    And install the attention of verifications, see `attention`.
+    """
+    install_attention()
     if hasattr(GenerationMixin, _MARKER):
         return
     originals = {name: getattr(GenerationMixin, name) for name in _WRAPPERS}
@@ -82,12 +86,12 @@ def install_hook() -> None:
 
 
 def remove_hook() -> None:
-    """Put the original methods back; drafts stay loaded but `generate` no longer knows them."""
+    """Put the original methods and attention back; drafts stay loaded but `generate` no longer knows them."""
     for name, original in getattr(GenerationMixin, _MARKER, {}).items():
         setattr(GenerationMixin, name, original)
     if hasattr(GenerationMixin, _MARKER):
         delattr(GenerationMixin, _MARKER)
-    restore_attention()
+    remove_attention()
 
 
 __all__ = [

@@ -31,18 +31,22 @@ _MARKER = "dflash_verifying"
 @contextmanager
 def grouped_queries() -> Iterator[None]:
     """Let the forwards within run SDPA on grouped queries wherever keys would be repeated."""
-    if AttentionInterface()["sdpa"] is sdpa_attention_forward:
-        AttentionInterface.register("sdpa", _sdpa)
     # Of this or of another copy of this module; an attention of the caller's own has none, and is left alone.
     verifying = getattr(AttentionInterface()["sdpa"], _MARKER, _verifying)
-    verifying.masks = {}
+    before, verifying.masks = verifying.masks, {}
     try:
         yield
     finally:
-        verifying.masks = None
+        verifying.masks = before
 
 
-def restore_attention() -> None:
+def install_attention() -> None:
+    """Replace Transformers' own SDPA, unless this or another copy of this module, or the caller, has done so."""
+    if AttentionInterface()["sdpa"] is sdpa_attention_forward:
+        AttentionInterface.register("sdpa", _sdpa)
+
+
+def remove_attention() -> None:
     """Put Transformers' own SDPA back."""
     if hasattr(AttentionInterface()["sdpa"], _MARKER):
         AttentionInterface.register("sdpa", sdpa_attention_forward)
@@ -75,7 +79,7 @@ def _sdpa(
         dropout_p=dropout,
         scale=scaling,
     )
-    return output.view(batch_size, num_heads, width, -1).transpose(1, 2).contiguous(), None
+    return output.reshape(batch_size, num_heads, width, -1).transpose(1, 2).contiguous(), None
 
 
 setattr(_sdpa, _MARKER, _verifying)
@@ -85,7 +89,6 @@ def _is_grouped(groups: int, query: torch.Tensor, mask: torch.Tensor | None, kwa
     """Whether keys would be repeated, and nothing else is asked for than a mask that all heads share."""
     return (
         groups > 1
-        and query.shape[2] > 1
         and mask is not None
         and mask.shape[1:3] == (1, query.shape[2])
         and query.device.type in ("cpu", "cuda")
@@ -101,4 +104,4 @@ def _mask_of_groups(mask: torch.Tensor, groups: int) -> torch.Tensor:
     return known[1]
 
 
-__all__ = ["grouped_queries", "restore_attention"]
+__all__ = ["grouped_queries", "install_attention", "remove_attention"]

@@ -32,6 +32,7 @@ class FixedCosts:
     """Costs that never change; no clock is read."""
 
     needs_plain_round = False
+    are_widths_alike = False
 
     def __init__(self, draft: float, step: float):
         self.relative = RoundCosts(draft, 0.0, step)

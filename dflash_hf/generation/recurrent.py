@@ -89,9 +89,6 @@ class RecurrentStates:
     def _replay(self, rows: list[int], count: int, width: int, batch_size: int) -> None:
         index = torch.tensor(rows)
         for layer_idx, layer in self.layers.items():
-            if layer_idx not in self.calls:
-                continue  # a layer of this type that holds no state, such as a feed-forward one
-            module, args, kwargs = self.calls[layer_idx]
             rewound = self._rewound(layer_idx, index)
             cache = copy.copy(self.cache)
             cache.layers = list(self.cache.layers)
@@ -101,6 +98,9 @@ class RecurrentStates:
                 return _cut(value, self.cache, cache, index, count, batch_size, width)
 
             if count > 0:
+                if layer_idx not in self.calls:
+                    continue  # a layer of this type that holds no state, such as a feed-forward one
+                module, args, kwargs = self.calls[layer_idx]
                 module(*map(cut, args), **{key: cut(value) for key, value in kwargs.items()})
             if rewound.record_past:
                 cu.LinearAttentionLayer.crop(rewound, 0)

@@ -25,6 +25,19 @@ class RopeLimits:
             elif rope.get("rope_type") == "dynamic":
                 self.limits.append((config.max_position_embeddings, True))
 
+    @classmethod
+    def of(cls, target: Any) -> "RopeLimits":
+        """Those of a model."""
+        return cls(target.config.get_text_config(decoder=True))
+
+    def why_not_in_a_batch(self, max_length: int) -> str | None:
+        """Why rows up to `max_length` tokens cannot keep a pace of their own; `None` if they can."""
+        if any(limit < max_length - 1 for limit, _ in self.limits):  # the last token is not run
+            return (
+                "the target's rotary embedding follows the longest row of a batch, and drafted rows do not keep step"
+            )
+        return None
+
     def width_at(self, position: int) -> int | None:
         """Tokens that a forward may hold from `position` on; `None`: any number."""
         widths = [1 if changes else None for limit, changes in self.limits if position >= limit]

@@ -54,7 +54,7 @@ class TargetRunner:
         position_ids = self.model_kwargs.get("position_ids")
         self.last_position = None if position_ids is None else position_ids[..., -1:]  # (B, 1) or (R, B, 1)
         self.recurrent: RecurrentStates | None = None
-        self.rope_limits = RopeLimits(target.config.get_text_config(decoder=True))
+        self.rope_limits = RopeLimits.of(target)
         self.length = 0  # columns of the cache
         self.padding: list[int] = []  # columns of left padding, per row
         self.finished: FinishedRows | None = None  # of a batch whose cache the caller will see
@@ -211,11 +211,16 @@ class TargetRunner:
         """Keep what the caller's cache shall have of the rows that leave, their last tokens included."""
         leaving = [row for row in range(len(self.padding)) if row not in staying]
         self.finished.store(self.cache, leaving, [self.length - padding for padding in self.padding])
-        if anchors is not None and free_columns(self.cache):
-            self.verify(anchors)
-            self.finished.store_last(self.cache, leaving)
-            self.keep([0] * len(self.padding), 1)
+        if anchors is not None:
+            self.store_last_tokens(leaving, anchors)
         self.finished.select_rows(staying)
+
+    def store_last_tokens(self, rows: Sequence[int], anchors: torch.Tensor) -> None:
+        """Keep what the last tokens of some rows, among those of all rows (B, 1), add to the caller's cache."""
+        if self.finished is not None and free_columns(self.cache):
+            self.verify(anchors)
+            self.finished.store_last(self.cache, rows)
+            self.keep([0] * len(self.padding), 1)
 
     def _keep_ragged(self, counts: Sequence[int], width: int) -> None:
         removed = [width - count for count in counts]

@@ -23,6 +23,7 @@ from .ordering import in_order
 from .processors import BlockProcessor
 from .proposals import Proposal, Proposer
 from .rollback import why_not_croppable
+from .rope_limits import RopeLimits
 from .sequences import DFlashGenerateOutput, Sequences
 from .settings import DraftSettings
 from .stopping import StopRule
@@ -56,6 +57,8 @@ def decode(
     cache = get_cache(model_kwargs)
     reason = why_not_drafted(input_ids, logits_processor, stopping_criteria, cache, streamer)
     reason = reason or why_not_with_adapters(target, input_ids.shape[0])
+    if input_ids.shape[0] > 1:
+        reason = reason or RopeLimits.of(target).why_not_in_a_batch(generation_config.max_length)
     if reason is not None:
         logger.warning_once(f"Generating without the draft: {reason}.")
         output = target._sample(
@@ -340,11 +343,15 @@ class DecodingLoop:
             return
         self.last_rows = self.rows
         self.rows = [self.rows[index] for index in still_running]
+        lengths = self.sequences.lengths
+        end = self.stop_rule.max_length if self.rows else max(lengths)
+        ends_early = any(lengths[row] < end for row in self.last_rows if row not in self.rows)
+        anchors = self.sequences.anchors(self.last_rows) if ends_early else None
         if self.rows:
-            end = self.stop_rule.max_length
-            ends_early = any(self.sequences.lengths[row] < end for row in self.last_rows if row not in self.rows)
-            self.runner.select_rows(still_running, self.sequences.anchors(self.last_rows) if ends_early else None)
+            self.runner.select_rows(still_running, anchors)
             self.drafter.select_rows(still_running)
+        elif anchors is not None:
+            self.runner.store_last_tokens(range(len(self.last_rows)), anchors)
 
     def _keep_peers_company(self) -> None:
         """Other processes still generate, and sharded weights need every process in every forward."""

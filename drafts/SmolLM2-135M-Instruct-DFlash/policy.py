@@ -33,7 +33,7 @@ class WidthPolicy:
     """
 
     def __init__(self, fixed_costs: tuple[float, float] | None = None):
-        self.costs = MeasuredCosts() if fixed_costs is None else FixedCosts(*fixed_costs)
+        self.costs: MeasuredCosts | FixedCosts = MeasuredCosts() if fixed_costs is None else FixedCosts(*fixed_costs)
         # Decayed sums over rounds that drafted: their number, their cost, and candidates that stood, or should have.
         self.rounds, self.cost = 0.0, 0.0
         self.hits, self.expected = 0.0, 0.0
@@ -82,7 +82,7 @@ class WidthPolicy:
 
     def _probe(self, width: int) -> int:
         """Halve a width while all were alike, ever more rarely, to see what a position costs."""
-        self.alike_rounds += getattr(self.costs, "are_widths_alike", False)
+        self.alike_rounds += self.costs.are_widths_alike
         if self.alike_rounds < self.next_probe:
             return width
         self.next_probe = max(SECOND_PROBE, 2 * self.next_probe)
