@@ -7,7 +7,8 @@ bf16 kernels of two libraries round differently, so two greedy texts may part, a
 How near is measured: where they part, the target in float32 must prefer one of the two tokens by no more than bf16,
 in Transformers or in vLLM, shifts the difference of two best logits in these answers. What is accepted is compared on
 one text all the same: ours is measured along the tokens that vLLM answered, in bf16 and, as a measure of what rounding
-does to it, in float32.
+does to it, in float32. Both are tokens behind the first for each drafted round: vLLM's own counter of what was accepted
+(`theirs_counted`) holds tokens beyond the end of an answer, too.
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ def compare(pairs: dict[str, tuple[Any, Any]], prompt: list[int], tokens: list[i
     return {
         "ours": means["bfloat16"],
         "ours_in_float32": means["float32"],
-        "theirs": 1 + theirs["accepted"] / max(theirs["rounds"], 1),
+        "theirs": (len(text) - 1) / theirs["rounds"],  # the first token comes with the prompt
+        "theirs_counted": 1 + theirs["accepted"] / theirs["rounds"],
         "place": place,
         "gap": None if place is None else (exact[place, tokens[place]] - exact[place, text[place]]).abs().item(),
         "rounding": rounding(exact, rounded),
