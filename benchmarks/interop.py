@@ -7,8 +7,8 @@ bf16 kernels of two libraries round differently, so two greedy texts may part, a
 How near is measured: where they part, the target in float32 must prefer one of the two tokens by no more than bf16,
 in Transformers or in vLLM, shifts the difference of two best logits in these answers. What is accepted is compared on
 one text all the same: ours is measured along the tokens that vLLM answered, in bf16 and, as a measure of what rounding
-does to it, in float32. Both are tokens behind the first for each drafted round: vLLM's own counter of what was accepted
-(`theirs_counted`) holds tokens beyond the end of an answer, too.
+does to it, in float32. Both are tokens behind the first for each drafted round: vLLM's own counter (`theirs_counted`)
+takes in tokens beyond the end of an answer, too.
 """
 
 from __future__ import annotations
