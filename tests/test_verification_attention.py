@@ -40,9 +40,7 @@ def repeats(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Size]]:
     yield seen
 
 
-def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
-) -> Any:
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """What a target's layer gets from the attention that is registered."""
     module = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True)
     return AttentionInterface()["sdpa"](module, query, key, value, mask, scaling=0.3)[0]

@@ -55,6 +55,7 @@ class TargetRunner:
         self.last_position = None if position_ids is None else position_ids[..., -1:]  # (B, 1) or (R, B, 1)
         self.recurrent: RecurrentStates | None = None
         self.rope_limits = RopeLimits.of(target)
+        self.num_positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", 0)
         self.length = 0  # columns of the cache
         self.padding: list[int] = []  # columns of left padding, per row
         self.finished: FinishedRows | None = None  # of a batch whose cache the caller will see
@@ -113,8 +114,7 @@ class TargetRunner:
 
     def free_positions(self) -> int:
         """How many positions the target was made for lie behind those of the longest row."""
-        config = self.target.config.get_text_config(decoder=True)
-        return getattr(config, "max_position_embeddings", 0) - (self.length - min(self.padding))
+        return self.num_positions - (self.length - min(self.padding))
 
     def verify(self, block_ids: torch.Tensor, tree: Tree | None = None) -> Any:
         """Run anchor and candidates (B, W), a chain or a tree, behind the cache; logits (B, W, V)."""
