@@ -12,6 +12,7 @@ import torch
 
 from comparing import shared_target
 from dflash_hf.generation import decoding
+from dflash_hf.generation.target_cache import GrowingLayer
 from helpers import left_padded, random_prompt
 from hybrid_targets import hybrid_target
 from oracle import oracle_draft
@@ -34,8 +35,8 @@ def numbers_in(cache: Any) -> int:
 @pytest.mark.parametrize("tree_budget", [0, 32])
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "falcon_h1"])
 def test_caches_hold_what_plain_decoding_would(family: str, tree_budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between rounds: as wide as the longest row still running, the target's to the column, the draft's within the
-    doubling of a buffer that grows."""
+    """Between rounds: as wide as the longest row still running, the target's to the column with little room behind it,
+    the draft's within the doubling of a buffer that grows."""
     target = hybrid_target(family) if family == "falcon_h1" else shared_target(family)
     inputs = left_padded([random_prompt(length, seed=length)[0] for length in LENGTHS])
     mask = inputs["attention_mask"]
@@ -58,6 +59,9 @@ def test_caches_hold_what_plain_decoding_would(family: str, tree_budget: int, mo
                 window = getattr(layer, "sliding_window", None)
                 assert layer.keys.shape[0] == len(loop.rows)
                 assert layer.keys.shape[2] == (longest if window is None else min(longest, window - 1))
+            for buffer in getattr(layer, "buffers", ()):
+                width = max(tree_budget + 1, loop.drafter.draft.config.block_size)
+                assert buffer.shape[2] <= longest + width + GrowingLayer.room(longest + width)
         for keys in loop.drafter.cache.keys:
             assert keys.shape[0] == len(loop.rows)
             assert keys.shape[2] <= max(64, 2 * longest) + loop.drafter.draft.config.block_size
