@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from comparing import assert_same_text, generate_both, shared_target
 from dflash_hf.generation import costs as costs_module
 from dflash_hf.generation.costs import USUAL_COSTS
-from dflash_hf.generation.policy import FIRST_PAUSE, LONGEST_PAUSE, WidthPolicy, chain_chances
+from dflash_hf.generation.drafting import Drafter
+from dflash_hf.generation.policy import FIRST_PAUSE, LONGEST_PAUSE, SPARE, WidthPolicy, chain_chances
 from dflash_hf.generation.target_runner import TargetRunner
 from helpers import greedy, left_padded, random_prompt, tiny_draft
 from oracle import oracle_draft
@@ -118,6 +119,41 @@ def rounds_drafted(policy: WidthPolicy, chances: list[float], accepted: Any, rou
     return drafted
 
 
+def test_what_was_seen_before_a_pause_weighs_less_behind_it() -> None:
+    """A text that was hard to guess has become easy: drafting goes on at once when it is tried again."""
+    policy = WidthPolicy(USUAL_COSTS)
+    hard = rounds_drafted(policy, [0.05] * 7, lambda width: 0, 100)
+    assert sum(hard[20:]) < 8
+    easy = rounds_drafted(policy, [0.9**k for k in range(1, 8)], lambda width: width, 2 * LONGEST_PAUSE)
+    assert sum(easy) > LONGEST_PAUSE // 2
+    first = easy.index(True)
+    assert all(easy[first:])
+
+
+def test_batch_scores_few_more_candidates_than_it_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head runs on every slot of every row, which is dear in a batch and next to nothing for one row."""
+    target, prompts = shared_target(), random_prompt(9, batch_size=3)
+    scored: list[int] = []
+    original = Drafter.block_logits
+
+    def counted(self: Any, *args: Any) -> torch.Tensor:
+        logits = original(self, *args)
+        scored.append(logits.shape[1])
+        return logits
+
+    monkeypatch.setattr(Drafter, "block_logits", counted)
+    for rows in (prompts, prompts[:1]):
+        draft = automatic(oracle_draft(target, rows, 80, 1, block_size=16), "chain", (0.05, 0.2))
+        scored.clear()
+        output = target.generate(rows, assistant_model=draft, max_new_tokens=80, do_sample=False)
+        assert output.tolist() == greedy(target, rows, 80).tolist()
+        assert scored[0] == 15
+        if len(rows) > 1:
+            assert max(scored[20:]) <= 2 + SPARE
+        else:
+            assert min(scored[:-15]) == 15
+
+
 def test_boastful_draft_is_found_out_and_an_honest_one_comes_back() -> None:
     policy = WidthPolicy(USUAL_COSTS)
     boast = rounds_drafted(policy, [0.9] * 7, lambda width: 0, 300)
@@ -162,6 +198,23 @@ def test_costs_are_those_that_the_clock_shows(clock: FakeClock, one: float, step
     assert costs.premium == pytest.approx(0, abs=0.01)
     assert costs.draft == pytest.approx(draft / one, rel=0.01)
     assert costs.step == pytest.approx(step / one, rel=0.01)
+
+
+def test_machine_that_is_slow_now_and_then_has_the_same_costs(clock: FakeClock) -> None:
+    """Every seventh round takes four times as long, and now and then one takes half: others use the machine, too."""
+    policy, seen = WidthPolicy(), []
+    for round_number in range(200):
+        factor = 4.0 if round_number % 7 == 3 else 0.5 if round_number % 31 == 5 else 1.0
+        width = 0
+        if policy.wants_draft(16):
+            clock.time += 0.2 * factor
+            policy.choose([0.5] * 7)
+            width = (0, 3, 5, 7)[round_number % 4]
+        policy.pause = 0
+        clock.time += (1.0 + 0.03 * width) * factor
+        policy.learn([0.5] * width, width / 2, width + 1)
+        seen.append(policy.costs.relative)
+    assert {round(costs.draft, 3) for costs in seen[20:]} == {0.2}
 
 
 def test_batch_whose_rows_must_be_moved_for_any_candidate_goes_undrafted(clock: FakeClock) -> None:

@@ -111,7 +111,7 @@ def test_rounds_that_differ_are_averaged_over_all_of_them() -> None:
 def test_few_of_many_widths_are_timed_and_the_others_lie_between(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[int] = []
 
-    def by_width(target: Any, text_ids: list[int], widths: list[int]) -> list[float]:
+    def by_width(target: Any, text_ids: list[int], widths: list[int], repeats: int) -> list[float]:
         timed.extend(widths)
         return [10.0 + width for width in widths]
 

@@ -20,7 +20,7 @@ RESULT = {
 
 def line(index: int, **changes: Any) -> dict[str, Any]:
     where = {"task": "é", "index": index, "turn": 0, "prompt_tokens": 2, "prompt_ids": [1, 2]}
-    return {**where, "date": "today", "repetitive": False, "results": {"plain": RESULT}, **changes}
+    return {**where, "date": "today", "repetitive": False, "results": {"plain": RESULT}, "bare": {}, **changes}
 
 
 @pytest.fixture
@@ -58,6 +58,8 @@ def test_strings_may_hold_the_line_ends_that_json_does_not_escape(path: Path) ->
         ({"task": "x"}, "Line 4 of {} is damaged, it has no right `index`"),
         ({"task": "x", "index": 0, "turn": 0, "prompt_tokens": 1}, "it has no right `repetitive`"),
         (line(2, results={}), "it has no right `results.plain`"),
+        (line(2, bare=None), "it has no right `bare`"),
+        (line(2, results={"plain": RESULT | {"rounds": [2], "widths": [4]}}, bare={"3": 0.1}), "right `bare.4`"),
         (line(2, results={"plain": {"tokens": [1]}}), "it has no right `results.plain.prefill`"),
     ],
 )

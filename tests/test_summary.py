@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dflash_hf.evaluation.limits import best_possible
+from dflash_hf.evaluation.limits import bare_verifications, best_possible
 from dflash_hf.evaluation.repetition import is_repetitive, longest_repeat
 from dflash_hf.evaluation.summary import bootstrap, build_flags, build_rows, by_place, median
 
@@ -131,6 +131,23 @@ def test_best_possible_takes_the_bare_verification_where_there_is_one() -> None:
     (best,) = best_possible(rows, {("t", "dflash"): 0.375})
     assert best["best_speedup"] == pytest.approx(3.0 * 1.0 / (0.25 + 0.125 + 0.375))
     assert best["overhead_share"] == pytest.approx(0.2) and best["bare_verification"] == 0.375
+
+
+def test_bare_verifications_are_those_of_each_prompts_own_minute() -> None:
+    """On a machine that gets twice as slow on the way, by hand; loops count for naught."""
+
+    def measured(index: int, widths: list[int], bare: dict[str, float], **more: Any) -> dict[str, Any]:
+        drafted = result(5.0, 12, (3,) * len(widths)) | {"widths": widths}
+        return line(index, result(12.0, 12) | {"widths": [1]}, drafted, **more) | {"bare": bare}
+
+    lines = [
+        measured(0, [4, 4, 2], {"2": 0.2, "4": 0.4}),
+        measured(1, [4], {"4": 0.8}),
+        measured(2, [4], {"4": 100.0}, repetitive=True),
+    ]
+    expected = (0.4 + 0.4 + 0.2 + 0.8) / 4
+    assert bare_verifications(lines, METHODS) == {("t", "dflash"): pytest.approx(expected)}
+    assert bare_verifications(lines[2:], METHODS) == {}
 
 
 LIST = [token for item in range(30) for token in (1, 100 + item, 200 + item, 300 + item, 2)]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 REPEATS = 15
+REPEATS_BESIDE = 5  # beside every prompt of a benchmark, which add up
 MOST_WIDTHS = 8  # to time; between them the cost of a width is interpolated
 
 
@@ -27,20 +28,23 @@ def clock_of(target: Any) -> Callable[[], float]:
     return now
 
 
-def bare_forwards(target: Any, text_ids: Sequence[int], widths: Iterable[int]) -> dict[int, float]:
+def bare_forwards(
+    target: Any, text_ids: Sequence[int], widths: Iterable[int], repeats: int = REPEATS
+) -> dict[int, float]:
     """Seconds of the target's forward of each width (tokens) behind a text.
 
     Args:
         target: The target.
         text_ids: What the pass reads on from.
         widths: One or more; at most 8 of them are timed.
+        repeats: Of each, of which the median counts.
     """
     import numpy as np
 
     wanted = sorted(set(widths))
     places = np.linspace(0, len(wanted) - 1, MOST_WIDTHS).round().astype(int)
     timed = [wanted[place] for place in np.unique(places)]
-    seconds = time_forwards(target, _with_room(target, text_ids, wanted[-1]), timed)
+    seconds = time_forwards(target, _with_room(target, text_ids, wanted[-1]), timed, repeats)
     return {width: float(np.interp(width, timed, seconds)) for width in wanted}
 
 
@@ -55,7 +59,7 @@ def mean_over(widths: Sequence[int], seconds: dict[int, float]) -> float:
     return statistics.fmean(seconds[width] for width in widths)
 
 
-def time_forwards(target: Any, text_ids: list[int], widths: Sequence[int]) -> list[float]:
+def time_forwards(target: Any, text_ids: list[int], widths: Sequence[int], repeats: int = REPEATS) -> list[float]:
     """The median seconds of some forwards of each width (tokens) behind a text; every width is timed."""
     import copy
 
@@ -76,7 +80,7 @@ def time_forwards(target: Any, text_ids: list[int], widths: Sequence[int]) -> li
         for width in widths:
             block = input_ids[:, -1:].expand(-1, width).contiguous()
             seconds = []
-            for _ in range(REPEATS):
+            for _ in range(repeats):
                 used = copy.deepcopy(cache) if is_recurrent else cache  # whose states cannot be taken back
                 start = now()
                 target(block, **{CACHE_KEY: used}, use_cache=True)

@@ -229,7 +229,7 @@ def build_record(pair: Pair, log: SampleLog, samples: list[tasks.Sample], args: 
         raise ValueError(f"Nothing was measured, as every prompt was skipped: {reasons}")
     conditions = ("commit", "dtype", "hardware", "versions")
     rows = build_rows(lines, log.run["methods"])
-    verifications = bare_verifications(pair.target, measured, list(log.run["methods"]))
+    verifications = bare_verifications(measured, list(log.run["methods"]))
     return {
         "date": max(line["date"] for line in measured),
         **{name: log.run[name] for name in conditions},

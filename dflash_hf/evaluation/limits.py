@@ -4,45 +4,34 @@
 
 The plain step is what plain `generate` takes for a token while decoding. Draft and head are the mean forward passes
 of a round, as they were measured inside the loop; the verification is a bare forward of the target (`bare`), timed
-outside of any loop at the widths that the rounds had. What was not reached of it is what all the rest costs.
+outside of any loop at the widths that the rounds had, beside every prompt: a machine is not as fast at the end of a
+long run as it was in its middle. What was not reached of it is what all the rest costs.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from .bare import bare_forwards, mean_over
 from .summary import is_loop
 
 
-def bare_verifications(
-    target: Any, lines: Sequence[dict[str, Any]], methods: Sequence[str]
-) -> dict[tuple[str, str], float]:
+def bare_verifications(lines: Sequence[dict[str, Any]], methods: Sequence[str]) -> dict[tuple[str, str], float]:
     """Seconds of a bare verification by task and method, the mean over the widths of the target's forwards.
 
-    Timed behind the middle of the answer that is of median length, prompt included, among the samples' measured lines.
+    Args:
+        lines: Of the samples' log, measured ones.
+        methods: Names.
     """
-    widths: dict[tuple[str, str], list[int]] = {}
+    seconds: dict[tuple[str, str], list[float]] = {}
     for line in lines:
         for method in methods:
             result = line["results"][method]
             if result["rounds"] and not is_loop(line, method):
-                widths.setdefault((line["task"], method), []).extend(result["widths"])
-    widths = {key: found for key, found in widths.items() if found}
-    if not widths:
-        return {}
-    seconds = bare_forwards(target, median_text(lines), [width for found in widths.values() for width in found])
-    return {key: mean_over(found, seconds) for key, found in widths.items()}
-
-
-def median_text(lines: Sequence[dict[str, Any]]) -> list[int]:
-    """Token ids of a prompt and the first half of its plain answer: the line where these are of median number."""
-    texts = []
-    for line in lines:
-        answer = line["results"]["plain"]["tokens"]
-        texts.append([*line["prompt_ids"], *answer[: len(answer) // 2]])
-    return sorted(texts, key=len)[len(texts) // 2]
+                passes = [line["bare"][str(width)] for width in result["widths"]]
+                seconds.setdefault((line["task"], method), []).extend(passes)
+    return {key: statistics.fmean(found) for key, found in seconds.items() if found}
 
 
 def best_possible(
@@ -85,4 +74,4 @@ def best_possible(
     return found
 
 
-__all__ = ["bare_verifications", "best_possible", "median_text"]
+__all__ = ["bare_verifications", "best_possible"]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .bare import REPEATS_BESIDE, bare_forwards
 from .environment import peak_memory
 from .methods import PLAIN, Method, Runner
 from .near_tie import compare
@@ -68,7 +69,7 @@ class Measurer:
         self.is_warm = True
 
     def prompt(self, prompt_ids: list[int], turn: int) -> dict[str, Any]:
-        """All methods on one prompt: `results` by method, and whether plain's is `repetitive`."""
+        """All methods on one prompt: `results` by method, `bare` passes, and whether plain's is `repetitive`."""
         start = turn % len(self.methods)
         found = {
             method.name: self.run(method, prompt_ids, self.generation_config)
@@ -81,6 +82,7 @@ class Measurer:
         return {
             "repetitive": found[PLAIN].repetitive,
             "results": {method.name: asdict(found[method.name]) for method in self.methods},
+            "bare": self._bare(prompt_ids, found),
         }
 
     def run(self, method: Method, prompt_ids: list[int], generation_config: Any) -> Measured:
@@ -108,6 +110,15 @@ class Measurer:
             widths=[width for name, _, _, width in timing.spans if name == "target"],
             repetitive=is_repetitive(output.tokens),
         )
+
+    def _bare(self, prompt_ids: list[int], found: dict[str, Measured]) -> dict[int, float]:
+        """Seconds of the target's bare forward by the widths of all rounds, behind half of plain's answer."""
+        widths = {width for measured in found.values() if measured.rounds for width in measured.widths}
+        if not widths:
+            return {}
+        answer = found[PLAIN].tokens
+        text = [*prompt_ids, *answer[: len(answer) // 2]]
+        return bare_forwards(self.runner.pair.target, text, widths, REPEATS_BESIDE)
 
     def _compare(self, prompt_ids: list[int], plain: list[int], tokens: list[int]) -> dict[str, Any]:
         import torch

@@ -35,8 +35,8 @@ def how_best(best: Sequence[dict[str, Any]]) -> str:
     """What the best possible speed-up was worked out from."""
     if any(row.get("bare_verification") is not None for row in best):
         passes = (
-            "verification as a bare forward pass of as many tokens behind a text of median length, draft and head as "
-            "in the loop"
+            "verification as a bare forward pass of as many tokens, timed beside each prompt, behind it and half of "
+            "its answer, draft and head as in the loop"
         )
     else:
         passes = "all three as in the loop, so that what was not reached is the overhead"

@@ -92,13 +92,13 @@ class SampleLog:
         kinds = {"task": str, "index": int, "turn": int, "prompt_tokens": int}
         lacking = [name for name, kind in kinds.items() if not isinstance(line.get(name), kind)]
         if not lacking and not isinstance(line.get("skipped"), str):
-            kinds = {"repetitive": bool, "prompt_ids": list, "date": str, "results": dict}
+            kinds = {"repetitive": bool, "prompt_ids": list, "date": str, "results": dict, "bare": dict}
             lacking = [name for name, kind in kinds.items() if not isinstance(line.get(name), kind)]
-            lacking = lacking or self._lacking_results(line["results"])
+            lacking = lacking or self._lacking_results(line["results"], line["bare"])
         if lacking:
             raise self._damaged(number, f"it has no right `{lacking[0]}`")
 
-    def _lacking_results(self, results: dict[str, Any]) -> list[str]:
+    def _lacking_results(self, results: dict[str, Any], bare: dict[str, float]) -> list[str]:
         from dataclasses import fields
 
         from .measure import Measured
@@ -110,6 +110,8 @@ class SampleLog:
             lacking = [f"results.{method}.{each.name}" for each in fields(Measured) if each.name not in result]
             if lacking:
                 return lacking
+            if result["rounds"] and (missing := [width for width in result["widths"] if str(width) not in bare]):
+                return [f"bare.{missing[0]}"]
         return []
 
     def _damaged(self, number: int, what: str) -> ValueError:

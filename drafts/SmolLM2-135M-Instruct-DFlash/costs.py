@@ -1,11 +1,14 @@
 """What drafting and verifying cost, relative to the target's forward of one token: given, or measured with a clock."""
 
+import statistics
 import time
+from collections import deque
 from dataclasses import dataclass
 
 # Drafting a block, and each further position of a verification.
 USUAL_COSTS = (0.25, 0.025)
-FORGETTING = 0.9
+FORGETTING = 0.95
+LATEST = 5  # durations of a kind whose median counts: a machine that others use is slow now and then
 WARM_AFTER = 2  # rounds; the first of a shape is slower
 
 
@@ -50,9 +53,8 @@ class FixedCosts:
 class MeasuredCosts:
     """Costs as the clock shows them, for the number of rows at hand.
 
-    A line is laid through the times of verifications by width. In a batch, rows that accept different numbers are
-    moved in the cache, which a round without candidates is spared, and which that line does not show; so a batch
-    starts with rounds without candidates.
+    A line is laid through the times of verifications by width. Where rows that accept different numbers are moved in
+    the cache, a round without candidates is spared more than that line shows; so a batch starts with such rounds.
     """
 
     def __init__(self) -> None:
@@ -62,9 +64,8 @@ class MeasuredCosts:
         self._forget()
 
     def _forget(self) -> None:
-        self.draft_seconds: float | None = None
-        self.one: float | None = None  # seconds of a round without candidates
-        self.num_ones = 0  # such rounds that were timed
+        self.drafts: deque[float] = deque(maxlen=LATEST)  # seconds
+        self.ones: deque[float] = deque(maxlen=LATEST)  # of rounds without candidates
         # Decayed sums over verifications of width w and duration t: n, w, w^2, t, w * t.
         self.sums = [0.0] * 5
         self.intercept, self.slope_share = 0.0, USUAL_COSTS[1]  # of the line through them; slope / intercept
@@ -79,21 +80,20 @@ class MeasuredCosts:
     @property
     def needs_plain_round(self) -> bool:
         """Whether it is not known yet what a round without candidates takes, and nothing else would tell."""
-        return self.num_rows > 1 and self.num_ones < WARM_AFTER
+        return self.num_rows > 1 and len(self.ones) < WARM_AFTER
 
     def drafted(self) -> None:
         """A block has been drafted in this round. The first one is no measure: its draft reads the prompt, too."""
         duration = self._lap()
         if self.has_drafted:
-            self.draft_seconds = _falling_mean(self.draft_seconds, duration)
+            self.drafts.append(duration)
         self.has_drafted = True
 
     def verified(self, width: int) -> None:
         """The round, of `width` positions with the anchor's, has ended."""
         duration = self._lap()
         if width == 1:
-            self.num_ones += 1
-            self.one = _falling_mean(self.one, duration)
+            self.ones.append(duration)
             return
         new = (1.0, width, width**2, duration, width * duration)
         self.sums = [FORGETTING * old + added for old, added in zip(self.sums, new, strict=True)]
@@ -102,12 +102,12 @@ class MeasuredCosts:
     @property
     def relative(self) -> RoundCosts:
         """What is known so far; what is not, is as usual."""
-        one = self.one or self.intercept
+        one = statistics.median(self.ones) if self.ones else self.intercept
         draft_cost, step_cost = USUAL_COSTS
         if not one:
             return RoundCosts(draft_cost, 0.0, step_cost)
-        if self.draft_seconds is not None:
-            draft_cost = self.draft_seconds / one
+        if self.drafts:
+            draft_cost = statistics.median(self.drafts) / one
         if not self.intercept:
             return RoundCosts(draft_cost, 0.0, step_cost)
         return RoundCosts(draft_cost, max(0.0, self.intercept / one - 1.0), self.slope_share * self.intercept / one)
@@ -135,11 +135,6 @@ class MeasuredCosts:
         now = time.perf_counter()
         duration, self.started = now - self.started, now
         return duration
-
-
-def _falling_mean(old: float | None, new: float) -> float:
-    """Falls at once and rises slowly: the first of a kind is slow, and so is a draft that has much to read."""
-    return new if old is None else min(new, FORGETTING * old + (1.0 - FORGETTING) * new)
 
 
 __all__ = ["USUAL_COSTS", "FixedCosts", "MeasuredCosts", "RoundCosts"]

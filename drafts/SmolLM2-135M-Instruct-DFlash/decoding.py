@@ -27,6 +27,7 @@ from .rope_limits import RopeLimits
 from .sequences import DFlashGenerateOutput, Sequences
 from .settings import DraftSettings
 from .stopping import StopRule
+from .target_cache import can_grow
 from .target_runner import TargetRunner
 from .tree import node_contexts, walk
 from .tree_support import why_no_tree
@@ -156,7 +157,7 @@ class DecodingLoop:
     def _generate(self, synced_gpus: bool) -> None:
         """Prefill, then rounds until every row has stopped."""
         try:
-            self._prefill()
+            self._prefill(synced_gpus)
             device = self.sequences.buffer.device
             with self.target._optimize_model_for_decode():
                 while self.target._has_unfinished_sequences(not self.rows, synced_gpus, device):
@@ -168,7 +169,7 @@ class DecodingLoop:
             self.runner.close()
         self.runner.restore_rows()
 
-    def _prefill(self) -> None:
+    def _prefill(self, synced_gpus: bool) -> None:
         """Run the prompt and commit the token that follows it; it belongs to no round."""
         ids = self.sequences.buffer
         outputs, taps, lengths, past = self.runner.prefill(ids)
@@ -180,6 +181,13 @@ class DecodingLoop:
             anchors = self.sequences.anchors(self.rows)
             self.runner.check_continues(anchors)
             self.tree_budget = self._usable_tree_budget(anchors)
+            if not synced_gpus and self._can_align_left(anchors):  # peers may not try a tree just now
+                self.runner.align_left()
+
+    def _can_align_left(self, anchors: torch.Tensor) -> bool:
+        """Whether the rows of a batch may start in one column: each is masked apart, as the branches of a tree are."""
+        is_batch = len(self.rows) > 1 and self.sequences.attentions is None
+        return is_batch and can_grow(self.runner.cache) and why_no_tree(self.runner, anchors) is None
 
     def _usable_tree_budget(self, anchors: torch.Tensor) -> int:
         """The tree budget that was set, or 0 with one warning where this call can verify chains only."""

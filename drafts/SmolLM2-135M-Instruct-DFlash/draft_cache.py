@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .ordering import put_columns
+from .ordering import flat_columns, put_columns
 
 
 class ColumnLayout:
@@ -89,7 +89,7 @@ class ColumnLayout:
         if isinstance(self.columns, slice):
             buffer[:, :, self.columns] = states[:, :, :num_new]
         else:
-            put_columns(buffer, self.columns, states[:, :, :num_new])
+            put_columns(buffer, flat_columns(buffer, self.columns), states[:, :, :num_new])
         buffer[:, :, self.block_start : self.block_start + block_size] = states[:, :, num_new:]
         return buffer
 

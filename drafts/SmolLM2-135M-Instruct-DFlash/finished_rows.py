@@ -36,12 +36,13 @@ class LayerRow:
     states: dict[str, dict[int, torch.Tensor]]
 
     @classmethod
-    def of(cls, layer: Any, index: int, count: int) -> "LayerRow":
-        """A copy of row `index`, which has `count` tokens."""
+    def of(cls, layer: Any, index: int, span: slice) -> "LayerRow":
+        """A copy of row `index`, whose tokens are in the columns `span`."""
         columns = None
         if has_columns(layer):
-            first = 0 if isinstance(layer, StaticLayer) else -count
-            columns = (layer.keys[index, :, first:].clone(), layer.values[index, :, first:].clone())
+            if isinstance(layer, StaticLayer):
+                span = slice(None)
+            columns = (layer.keys[index, :, span].clone(), layer.values[index, :, span].clone())
         if not isinstance(layer, LINEAR):
             return cls(columns, {})
         states = {
@@ -77,25 +78,25 @@ class FinishedRows:
         """Whether the rows of every layer of this cache can be told apart."""
         return all(type(layer) in REALIGNABLE or type(layer) is StaticLayer for layer in cache.layers)
 
-    def store(self, cache: Any, leaving: Sequence[int], counts: Sequence[int]) -> None:
-        """Store rows before they leave. `counts`: tokens that each row has in the cache."""
+    def store(self, cache: Any, leaving: Sequence[int], spans: Sequence[slice], counts: Sequence[int]) -> None:
+        """Store rows before they leave: of each row in the cache, the columns of its tokens and how many they are."""
         for index in leaving:
             row = self.rows[index]
             self.counts[row] = counts[index]
-            self.states[row] = [LayerRow.of(layer, index, counts[index]) for layer in cache.layers]
+            self.states[row] = [LayerRow.of(layer, index, spans[index]) for layer in cache.layers]
 
-    def store_last(self, cache: Any, leaving: Sequence[int]) -> None:
-        """Store what the last column of the cache, a row's last token, adds to the rows that `store` has stored."""
+    def store_last(self, cache: Any, leaving: Sequence[int], spans: Sequence[slice]) -> None:
+        """Store what the column of a row's last token adds to the rows that `store` has stored."""
         for index in leaving:
-            self.last[self.rows[index]] = [LayerRow.of(layer, index, 1) for layer in cache.layers]
+            self.last[self.rows[index]] = [LayerRow.of(layer, index, spans[index]) for layer in cache.layers]
 
     def select_rows(self, staying: Sequence[int]) -> None:
         """Note which rows the cache goes on with."""
         self.rows = [self.rows[index] for index in staying]
 
-    def restore(self, cache: Any, counts: Sequence[int]) -> None:
-        """Give the cache all rows back, the last ones included."""
-        self.store(cache, range(len(counts)), counts)
+    def restore(self, cache: Any, spans: Sequence[slice], counts: Sequence[int]) -> None:
+        """Give the cache all rows back, the last ones included, which `store` would be told of thus."""
+        self.store(cache, range(len(counts)), spans, counts)
         width = max(padding + count for padding, count in zip(self.padding, self.counts, strict=True))
         for row, last in self.last.items():
             if self.padding[row] + self.counts[row] < width:

@@ -20,21 +20,21 @@ def real_first(states: torch.Tensor, is_real: torch.Tensor, count: int | None = 
 def take_columns(states: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Columns (B, M) of states (B, G, T, D), copied."""
     batch_size, num_heads, _, head_dim = states.shape
-    taken = states.reshape(-1, head_dim).index_select(0, _flat_columns(states, columns))
+    taken = states.reshape(-1, head_dim).index_select(0, flat_columns(states, columns))
     return taken.view(batch_size, num_heads, -1, head_dim)
 
 
-def put_columns(states: torch.Tensor, columns: torch.Tensor, new: torch.Tensor) -> None:
-    """Write (B, G, M, D) into columns (B, M) of contiguous states (B, G, T, D); of equal ones any may win."""
+def put_columns(states: torch.Tensor, flat: torch.Tensor, new: torch.Tensor) -> None:
+    """Write (B, G, M, D) into `flat_columns` of contiguous states (B, G, T, D); of equal ones any may win."""
     head_dim = states.shape[-1]
-    states.view(-1, head_dim).index_copy_(0, _flat_columns(states, columns), new.reshape(-1, head_dim))
+    states.view(-1, head_dim).index_copy_(0, flat, new.reshape(-1, head_dim))
 
 
-def _flat_columns(states: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+def flat_columns(states: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Where columns (B, M) of every head are among all columns of all rows: (B * G * M,)."""
     batch_size, num_heads, num_columns, _ = states.shape
     first = torch.arange(batch_size * num_heads, device=states.device)[:, None] * num_columns
     return (first + columns.repeat_interleave(num_heads, dim=0)).flatten()
 
 
-__all__ = ["in_order", "put_columns", "real_first", "take_columns"]
+__all__ = ["flat_columns", "in_order", "put_columns", "real_first", "take_columns"]

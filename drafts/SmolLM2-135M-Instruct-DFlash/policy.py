@@ -21,6 +21,8 @@ from .costs import FORGETTING, FixedCosts, MeasuredCosts
 
 FIRST_PAUSE, LONGEST_PAUSE = 4, 64
 SECOND_PROBE = 8  # rounds of one width
+SPARE = 2  # candidates to score beyond as many as were chosen of late
+TRUST_FORGETTING = 0.93
 CREDIT = 0.2  # tokens that drafting may fall short of its cost at first, before it pauses
 
 
@@ -34,12 +36,14 @@ class WidthPolicy:
 
     def __init__(self, fixed_costs: tuple[float, float] | None = None):
         self.costs: MeasuredCosts | FixedCosts = MeasuredCosts() if fixed_costs is None else FixedCosts(*fixed_costs)
-        # Decayed sums over rounds that drafted: their number, their cost, and candidates that stood, or should have.
-        self.rounds, self.cost = 0.0, 0.0
+        # Decayed sums over rounds that drafted: their number, their cost and the candidates hoped for; and, decaying
+        # faster, the candidates that stood and those hoped for.
+        self.rounds, self.cost, self.hoped = 0.0, 0.0, 0.0
         self.hits, self.expected = 0.0, 0.0
         self.pause, self.next_pause = 0, FIRST_PAUSE
         self.alike_rounds, self.next_probe = 0, 1
         self.was_drafted = False
+        self.horizon: int | None = None  # candidates that this round may choose, where scoring more of them costs
 
     def wants_draft(self, num_rows: int = 1) -> bool:
         """Whether this round drafts at all. Starts the round's clock."""
@@ -55,7 +59,9 @@ class WidthPolicy:
         tokens = accumulate(chances)
         surplus = [trust * gain - rate * costs.of(width) for width, gain in enumerate(tokens, start=1)]
         best = max(surplus, default=0.0)
-        return self._probe(surplus.index(best) + 1 if best > 0.0 else 0)
+        width = surplus.index(best) + 1 if best > 0.0 else 0
+        self.horizon = max(width + SPARE, (self.horizon or 0) - 1)
+        return self._probe(width)
 
     def learn(self, chances: Sequence[float], accepted: float, width: int) -> None:
         """Take in a round: what was expected of the verified candidates, how many stood, and how long it took."""
@@ -65,12 +71,16 @@ class WidthPolicy:
         costs = self.costs.relative
         self.rounds = FORGETTING * self.rounds + 1.0
         self.cost = FORGETTING * self.cost + 1.0 + costs.draft + costs.of(width - 1)
-        self.hits = FORGETTING * self.hits + accepted
-        self.expected = FORGETTING * self.expected + sum(chances)
+        self.hoped = FORGETTING * self.hoped + sum(chances)
+        self.hits = TRUST_FORGETTING * self.hits + accepted
+        self.expected = TRUST_FORGETTING * self.expected + sum(chances)
         if self._rate() >= 1.0:
             self.next_pause = FIRST_PAUSE
             return
         self.pause, self.next_pause = self.next_pause, min(2 * self.next_pause, LONGEST_PAUSE)
+        # Paused rounds pass, too, so what went before weighs less behind them; but a useless draft stays known.
+        weight = max(0.5, FORGETTING**self.pause)
+        self.rounds, self.cost, self.hoped = weight * self.rounds, weight * self.cost, weight * self.hoped
 
     def _trust(self) -> float:
         """Candidates that stood for each one expected, started at one as if one had been seen."""
@@ -78,7 +88,7 @@ class WidthPolicy:
 
     def _rate(self) -> float:
         """Tokens of the rounds that drafted for their cost, started as if a round had a little more than it cost."""
-        return (self.rounds + self._trust() * self.expected + 1.0 + CREDIT) / (self.cost + 1.0)
+        return (self.rounds + self._trust() * self.hoped + 1.0 + CREDIT) / (self.cost + 1.0)
 
     def _probe(self, width: int) -> int:
         """Halve a width while all were alike, ever more rarely, to see what a position costs."""
@@ -95,7 +105,7 @@ def chain_chances(scores: torch.Tensor, rows: Sequence[int]) -> list[float]:
     That is the product of the largest probabilities up to there: of the distributions, not of what was drawn from
     them, since a choice that depends on a draw would bias sampling.
     """
-    best = scores.softmax(dim=-1).amax(dim=-1)[rows].float()  # (rows, P)
+    best = scores[rows].softmax(dim=-1).amax(dim=-1).float()  # (rows, P)
     return best.cumprod(dim=1).mean(dim=0).tolist()
 
 

@@ -74,6 +74,8 @@ class Proposer:
             return Proposal(anchors[:, :0])
         if self.policy is not None and not self.policy.wants_draft(len(rows)):
             return Proposal(anchors[:, :0])
+        if self.policy is not None and self.policy.horizon and len(rows) > 1 and not tree_budget:
+            depth = min(depth, self.policy.horizon)  # one row's slots share what the head costs
         logits = self.drafter.block_logits(anchors, num_slots, depth)
         if tree_budget:
             return self._tree(rows, prefixes, logits, tree_budget)

@@ -1,8 +1,9 @@
 """Taking back what a verification wrote to the target's cache beyond the accepted tokens.
 
-One row, or rows that accept the same number, crop. Ragged rows are realigned to the right, which leaves an ordinary
-left-padded batch: sliding windows, masks and every attention implementation keep their meaning, and the cache is as
-wide as its longest row. Recurrent layers have no columns to crop; `recurrent` restores them.
+One row, or rows that accept the same number, crop. So do ragged rows that are aligned on the left (`target_cache`).
+Others, those of sliding and of recurrent layers and of attentions that take no 4-D mask, are realigned to the right,
+which leaves an ordinary left-padded batch: windows, masks and every attention implementation keep their meaning, and
+the cache is as wide as its longest row. Recurrent layers have no columns to crop; `recurrent` restores them.
 
 Shapes: B batch, G key/value heads, T cached columns, W verified positions, D head size.
 """
@@ -14,6 +15,7 @@ import torch
 from transformers import cache_utils as cu
 
 from .ordering import take_columns
+from .target_cache import GrowingLayer
 
 LINEAR = cu.LinearAttentionCacheLayerMixin
 REALIGNABLE = {
@@ -27,7 +29,7 @@ REALIGNABLE = {
         "DummyLayer",
     )
     if hasattr(cu, name)
-}
+} | {GrowingLayer}
 
 
 def has_columns(layer: Any) -> bool:
@@ -110,7 +112,9 @@ def realign(cache: Any, removed: torch.Tensor, width: int) -> None:
 def reorder_last(cache: Any, order: torch.Tensor, width: int) -> None:
     """Let the columns `order` (B, n) of the last `width` stand first among those, such as a tree's kept path."""
     for layer in cache.layers:
-        if has_columns(layer):
+        if isinstance(layer, GrowingLayer) and layer.rows is not None:
+            layer.reorder_last(order)
+        elif has_columns(layer):
             index = order.to(layer.keys.device)
             for states in (layer.keys, layer.values):
                 written = states[:, :, -width:]
@@ -120,8 +124,8 @@ def reorder_last(cache: Any, order: torch.Tensor, width: int) -> None:
 class ColumnSnapshot:
     """The columns of a cache as they stand.
 
-    Forwards replace the tensors of dynamic layers and never write into them. Into those of static layers they write
-    behind what is there, and count in place.
+    Forwards replace the tensors of dynamic layers, or write behind what is there. So they do in static layers, which
+    count in place.
     """
 
     ATTRIBUTES = ("keys", "values", "cumulative_length", "cumulative_length_int")

@@ -15,11 +15,12 @@ import torch
 from .attention import grouped_queries
 from .compat import CACHE_KEY, get_cache, hidden_states_request, layer_outputs
 from .finished_rows import FinishedRows
-from .masks import to_attention_mask, tree_visibility
+from .masks import left_visibility, to_attention_mask, tree_visibility
 from .ordering import real_first
 from .recurrent import RecurrentStates, check_multi_token_forward
 from .rollback import LINEAR, can_realign, crop, free_columns, realign, record_past, reorder_last
 from .rope_limits import RopeLimits
+from .target_cache import RowEnds, align_left, give_back, let_grow
 from .tree import Tree
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -55,9 +56,12 @@ class TargetRunner:
         self.last_position = None if position_ids is None else position_ids[..., -1:]  # (B, 1) or (R, B, 1)
         self.recurrent: RecurrentStates | None = None
         self.rope_limits = RopeLimits.of(target)
-        self.num_positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", 0)
+        config = target.config.get_text_config(decoder=True)
+        self.num_positions = getattr(config, "max_position_embeddings", 0)
+        self.attention = config._attn_implementation
         self.length = 0  # columns of the cache
-        self.padding: list[int] = []  # columns of left padding, per row
+        self.padding: list[int] = []  # columns that are not a row's: on its left; behind it where `left` is set
+        self.left: RowEnds | None = None  # where rows end that are aligned on the left
         self.finished: FinishedRows | None = None  # of a batch whose cache the caller will see
 
     def prefill(self, input_ids: torch.Tensor) -> tuple[Any, torch.Tensor, list[int], int]:
@@ -94,10 +98,29 @@ class TargetRunner:
         if any(isinstance(layer, LINEAR) for layer in self.cache.layers):
             self.recurrent = RecurrentStates(self.target, self.cache)
         taps, lengths = self._unpad(taps)
-        is_seen = self.generation_config.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False)
-        if is_seen and len(lengths) > 1 and FinishedRows.can_store(self.cache):
+        if len(lengths) == 1:
+            let_grow(self.cache)
+        elif self.is_cache_seen and FinishedRows.can_store(self.cache):
             self.finished = FinishedRows(self.padding)
         return outputs, taps, lengths, past
+
+    @property
+    def is_cache_seen(self) -> bool:
+        """Whether the caller lent the cache, or will get it."""
+        return bool(self.generation_config.return_dict_in_generate or getattr(self.cache, "_is_user_defined", False))
+
+    def align_left(self) -> None:
+        """Let the rows of a batch start in one column, so that none moves when they keep different numbers."""
+        mask = self._extended_mask(0, required=True)
+        ends = self._counts()
+        self.left = RowEnds(ends, self.target.device)
+        padding = torch.tensor(self.padding, device=mask.device)
+        columns = torch.arange(max(ends), device=mask.device) + padding[:, None]
+        is_there = columns < mask.shape[1]
+        self.attention_mask = mask.bool().gather(1, columns.clamp_max(mask.shape[1] - 1)) & is_there
+        align_left(self.cache, padding, self.left)
+        self.length = max(ends)
+        self.padding = [self.length - end for end in ends]
 
     def check_continues(self, anchors: torch.Tensor) -> None:
         """Refuse a recurrent target that cannot verify several tokens at once; `anchors` is (B, 1).
@@ -123,13 +146,14 @@ class TargetRunner:
             key: value for key, value in self.model_kwargs.items() if key not in ("attention_mask", "position_ids")
         }
         kwargs[CACHE_KEY] = self.cache
-        kwargs["attention_mask"] = self._extended_mask(width)
+        if self.left is not None:
+            kwargs["attention_mask"] = self._left_mask(width, tree)
+        else:
+            kwargs["attention_mask"] = self._extended_mask(width) if tree is None else self._tree_mask(tree)
         if self.last_position is not None:
             device = self.last_position.device
             depth = torch.arange(width, device=device) if tree is None else tree.depths.to(device)
             kwargs["position_ids"] = self.last_position + 1 + depth
-        if tree is not None:
-            kwargs["attention_mask"] = self._tree_mask(tree)
         self._extend_token_types(kwargs, batch_size, width)
         inputs = self.target.prepare_inputs_for_generation(block_ids, **kwargs)
         inputs["output_hidden_states"] = self.hidden_state_selection
@@ -156,7 +180,9 @@ class TargetRunner:
         if self.recurrent is not None:
             self.recurrent.keep(counts, width)
         most = max(counts)
-        if min(counts) == most:
+        if self.left is not None:
+            self._set_ends([end + count for end, count in zip(self.left.ends, counts, strict=True)])
+        elif min(counts) == most:
             crop(self.cache, width - most)
             self.length += most - width
             if self.attention_mask is not None:
@@ -173,13 +199,16 @@ class TargetRunner:
     def restore_rows(self) -> None:
         """Give the caller's cache the rows back that have left it."""
         if self.finished is not None:
-            self.finished.restore(self.cache, [self.length - padding for padding in self.padding])
+            self.finished.restore(self.cache, self._spans(), self._counts())
 
     def close(self) -> None:
         """Leave no trace on the target and its cache, which stands for all tokens but the last."""
         if self.recurrent is not None:
             self.recurrent.close()
-        for layer in self.cache.layers if self.cache is not None else ():
+        if self.cache is None:
+            return
+        give_back(self.cache, self.is_cache_seen and self.finished is None)
+        for layer in self.cache.layers:
             if getattr(layer, "record_past", False):
                 layer.record_past = False
 
@@ -194,7 +223,6 @@ class TargetRunner:
         if self.finished is not None:
             self._store_finished(rows, anchors)
         index = torch.tensor(rows, device=self.target.device)
-        self.cache.reorder_cache(index)
         if self.attention_mask is not None:
             self.attention_mask = self.attention_mask[index.to(self.attention_mask.device)]
         if self.last_position is not None:
@@ -203,6 +231,10 @@ class TargetRunner:
             if (types := self.model_kwargs.get(key)) is not None:
                 self.model_kwargs[key] = types[index.to(types.device)]
         self.padding = [self.padding[row] for row in rows]
+        if self.left is not None:  # first, so that no more is copied than is needed
+            self.left.set([self.left.ends[row] for row in rows], self.target.device)
+            self._set_ends(self.left.ends)
+        self.cache.reorder_cache(index)
         spare = min(self.padding)
         if spare and can_realign(self.cache):
             self._realign([0] * len(rows), self.length - spare)
@@ -210,7 +242,7 @@ class TargetRunner:
     def _store_finished(self, staying: Sequence[int], anchors: torch.Tensor | None) -> None:
         """Keep what the caller's cache shall have of the rows that leave, their last tokens included."""
         leaving = [row for row in range(len(self.padding)) if row not in staying]
-        self.finished.store(self.cache, leaving, [self.length - padding for padding in self.padding])
+        self.finished.store(self.cache, leaving, self._spans(), self._counts())
         if anchors is not None:
             self.store_last_tokens(leaving, anchors)
         self.finished.select_rows(staying)
@@ -219,8 +251,31 @@ class TargetRunner:
         """Keep what the last tokens of some rows, among those of all rows (B, 1), add to the caller's cache."""
         if self.finished is not None and free_columns(self.cache):
             self.verify(anchors)
-            self.finished.store_last(self.cache, rows)
+            ends = [slice(-1, None)] * len(self.padding)
+            if self.left is not None:
+                ends = [slice(end, end + 1) for end in self.left.ends]
+            self.finished.store_last(self.cache, rows, ends)
             self.keep([0] * len(self.padding), 1)
+
+    def _counts(self) -> list[int]:
+        """Tokens of every row in the cache."""
+        return [self.length - padding for padding in self.padding]
+
+    def _spans(self) -> list[slice]:
+        """The columns they are in."""
+        return [slice(-count, None) if self.left is None else slice(count) for count in self._counts()]
+
+    def _set_ends(self, ends: Sequence[int]) -> None:
+        """Let rows that are aligned on the left end elsewhere. Nothing is moved."""
+        before = self.left.column.to(self.attention_mask.device)
+        self.left.set(ends, self.target.device)
+        crop(self.cache, self.length - max(ends))
+        self.length = max(ends)
+        self.padding = [self.length - end for end in ends]
+        column = torch.arange(self.length, device=before.device)
+        is_new = (column >= before) & (column < self.left.column.to(before.device))
+        room = self.length - self.attention_mask.shape[1]
+        self.attention_mask = torch.nn.functional.pad(self.attention_mask, (0, room)) | is_new
 
     def _keep_ragged(self, counts: Sequence[int], width: int) -> None:
         removed = [width - count for count in counts]
@@ -253,17 +308,23 @@ class TargetRunner:
 
     def _tree_mask(self, tree: Tree) -> Any:
         """The ancestors-only mask in the form that the target takes: one, or one per layer type."""
-        implementation = self.target.config.get_text_config(decoder=True)._attn_implementation
         windows = {getattr(layer, "sliding_window", None) for layer in self.cache.layers}
         masks = {
             "full_attention" if window is None else "sliding_attention": to_attention_mask(
                 tree_visibility(tree.ancestors, tree.depths, self.attention_mask, self.length, window),
-                implementation,
+                self.attention,
                 self.target.dtype,
             )
             for window in windows
         }
         return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _left_mask(self, width: int, tree: Tree | None) -> Any:
+        """The mask of a chain or a tree behind rows that are aligned on the left."""
+        device = self.attention_mask.device
+        among = torch.ones(1, width, width, dtype=torch.bool).tril() if tree is None else tree.ancestors
+        visible = left_visibility(among.to(device), self.attention_mask, self.left.column.to(device))
+        return to_attention_mask(visible, self.attention, self.target.dtype)
 
     def _extend_token_types(self, kwargs: dict[str, Any], batch_size: int, width: int) -> None:
         """Candidates are text: token types repeat the last one, multimodal types are zero (as `generate` does)."""

@@ -7,6 +7,7 @@ from transformers import cache_utils as cu
 
 from .recurrent import tolerance
 from .rollback import ColumnSnapshot
+from .target_cache import GrowingLayer
 from .tree import Tree
 
 _answers: dict[tuple[Any, ...], str | None] = {}
@@ -16,7 +17,8 @@ def why_no_tree(runner: Any, anchors: torch.Tensor) -> str | None:
     """Why this target verifies chains only; `None` if it takes trees. Tried once per model class and attention."""
     config = runner.target.config.get_text_config(decoder=True)
     name = type(runner.target).__name__
-    if not all(type(layer) in (cu.DynamicLayer, cu.DynamicSlidingWindowLayer) for layer in runner.cache.layers):
+    kinds_of_layer = (cu.DynamicLayer, cu.DynamicSlidingWindowLayer, GrowingLayer)
+    if not all(type(layer) in kinds_of_layer for layer in runner.cache.layers):
         return f"{name} has cache layers whose columns cannot be picked one by one"
     if config._attn_implementation not in ("eager", "sdpa"):
         return f"attention implementation {config._attn_implementation!r} of {name} takes no 4-D mask"
