@@ -11,14 +11,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache, MptConfig, MptForCausalLM
+from transformers import (
+    DynamicCache,
+    FalconConfig,
+    FalconForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+)
 from transformers.cache_utils import DynamicLayer
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 from comparing import assert_same_text, shared_target
-from dflash_hf.generation import decoding, rollback
+from dflash_hf.generation import decoding, rollback, tree_support
 from dflash_hf.generation.compat import CACHE_KEY, get_cache
 from dflash_hf.generation.target_cache import GrowingLayer, RowEnds, align_left, can_grow, give_back, let_grow
+from dflash_hf.generation.target_runner import TargetRunner
 from helpers import PAD, VOCABULARY, greedy, left_padded, random_prompt, scramble, tiny_draft, tiny_target
 from hybrid_targets import hybrid_target
 from oracle import OracleDraft, oracle_draft
@@ -200,6 +209,88 @@ def test_rows_that_cannot_stay_are_realigned(family: str, monkeypatch: pytest.Mo
     assert moved
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_windows_that_a_cache_does_not_show_are_the_models_own(family: str, rows: int) -> None:
+    """A cache made without a config keeps every column; the window is in the model's own mask alone."""
+    target = tiny_target(family, sliding_window=24)
+    inputs = left_padded([random_prompt(n, seed=n)[0] for n in LENGTHS[-rows:]])
+    draft = oracle_draft(target, inputs["input_ids"], 60, DEPTHS, attention_mask=inputs["attention_mask"])
+    for budget in (0, 8):
+        draft.generation_config.draft_tree_budget = budget
+        ordinary = target.generate(**inputs, assistant_model=draft, max_new_tokens=60, do_sample=False)
+        own = DynamicCache()
+        drafted = target.generate(
+            **inputs, **{CACHE_KEY: own}, assistant_model=draft, max_new_tokens=60, do_sample=False
+        )
+        plain = target.generate(**inputs, max_new_tokens=60, do_sample=False)
+        assert drafted.tolist() == ordinary.tolist() == plain.tolist()
+
+
+def test_local_attention_that_counts_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-Neo's window is in its modules: neither a cache nor a short trial shows it."""
+    fields = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_layers": 4, "num_heads": 4, "window_size": 16}
+    ids = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": PAD}
+    config = GPTNeoConfig(**fields, **ids, attention_types=[[["global", "local"], 2]], max_position_embeddings=512)
+    target = GPTNeoForCausalLM(config)
+    scramble(target, 0)
+    target.generation_config.pad_token_id = PAD
+    target.eval()  # in float32, see above
+    inputs = left_padded([random_prompt(n, seed=n)[0] for n in LENGTHS])
+    draft = oracle_draft(target, inputs["input_ids"], 60, DEPTHS, attention_mask=inputs["attention_mask"])
+    for budget in (0, 8):
+        draft.generation_config.draft_tree_budget = budget
+        assert_same_text(target, draft, inputs, 60)
+
+
+def test_what_one_target_takes_is_not_what_another_of_its_class_takes() -> None:
+    """Falcon has models with rotations and models with biases by distance."""
+    inputs = left_padded([random_prompt(n, seed=n)[0] for n in LENGTHS])
+    for has_biases in (False, True):
+        config = FalconConfig(
+            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, alibi=has_biases,
+            bos_token_id=1, eos_token_id=None, pad_token_id=PAD,
+        )  # fmt: skip
+        target = FalconForCausalLM(config)
+        scramble(target, 0)
+        target.generation_config.pad_token_id = PAD
+        target.eval()
+        draft = oracle_draft(target, inputs["input_ids"], 40, DEPTHS, attention_mask=inputs["attention_mask"])
+        assert_same_text(target, draft, inputs, 40)
+
+
+@pytest.mark.parametrize("failure", [torch.OutOfMemoryError, None])
+def test_trial_that_shows_nothing_is_not_remembered(failure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory now, or logits that are no numbers, say nothing of the target."""
+    target = tiny_target()
+    inputs = left_padded([random_prompt(n, seed=n)[0] for n in LENGTHS])
+    draft = oracle_draft(target, inputs["input_ids"], 30, DEPTHS, attention_mask=inputs["attention_mask"])
+    original = TargetRunner.verify
+
+    def failing(runner: Any, block_ids: torch.Tensor, tree: Any = None) -> Any:
+        if tree is not None and failure is not None:
+            raise failure
+        outputs = original(runner, block_ids, tree)
+        if tree is not None:
+            outputs.logits = outputs.logits * torch.nan
+        return outputs
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TargetRunner, "verify", failing)
+        assert_same_text(target, draft, inputs, 30)
+    assert tree_support._answers.get(target, {}) == {}
+    assert_same_text(target, draft, inputs, 30)
+    assert tree_support._answers[target] == {"sdpa": None}
+
+
+def test_no_trial_where_the_positions_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, a position behind the end of a table is an error that nothing can be done about."""
+    target = tiny_target("gpt2", n_positions=12)
+    inputs = left_padded([random_prompt(n, seed=n)[0] for n in (4, 11)])
+    monkeypatch.setattr(tree_support, "_try", pytest.fail)
+    assert_same_text(target, tiny_draft(target), inputs, 1)
+
+
 def test_recorded_attentions_keep_their_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target(attn_implementation="eager", dtype=torch.float32)  # masks of float64 overflow in a softmax
     inputs = left_padded([random_prompt(n, seed=n)[0] for n in LENGTHS])
@@ -261,11 +352,17 @@ def test_second_turn_goes_on_from_the_first_ones_cache(rows: int, monkeypatch: p
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_caller_gets_layers_without_room(rows: int) -> None:
+@pytest.mark.parametrize("heads", [2, 1])
+def test_caller_gets_layers_without_room(rows: int, heads: int) -> None:
     """Saved or moved, a cache is no larger than what it holds."""
-    target, draft, inputs = ragged_batch(rows)
+    target = tiny_target(num_key_value_heads=heads)
+    inputs = left_padded([random_prompt(n, seed=n)[0] for n in LENGTHS[-rows:]])
+    draft = oracle_draft(target, inputs["input_ids"], 40, DEPTHS, attention_mask=inputs["attention_mask"])
+    cache = DynamicCache(config=target.config)
     output = assert_same_text(target, draft, inputs, 40)
-    for layer in get_cache(output).layers:
+    target.generate(**inputs, **{CACHE_KEY: cache}, assistant_model=draft, max_new_tokens=40, do_sample=False)
+    assert cache.get_seq_length() == get_cache(output).get_seq_length()
+    for layer in get_cache(output).layers + cache.layers:
         assert type(layer) is DynamicLayer
         for tensor in (layer.keys, layer.values):
             assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
@@ -295,6 +392,39 @@ def test_callers_own_layers_come_back_when_a_call_fails(rows: int) -> None:
         )
     assert all(mine is theirs for mine, theirs in zip(cache.layers, layers, strict=True))
     assert {type(layer) for layer in cache.layers} == {DynamicLayer}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_forward_that_fails_leaves_what_was_committed(rows: int) -> None:
+    """Out of memory, say, in the middle of a verification: the caller's cache stands for the tokens before."""
+    target, draft, inputs = ragged_batch(rows)
+    width, cache, calls = inputs["input_ids"].shape[1], DynamicCache(config=target.config), []
+
+    def fail(module: Any, args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 8:
+            raise MemoryError
+
+    handle = target.model.layers[2].register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(MemoryError):
+            target.generate(**inputs, **{CACHE_KEY: cache}, assistant_model=draft, max_new_tokens=40, do_sample=False)
+    finally:
+        handle.remove()
+    assert len({layer.keys.shape for layer in cache.layers}) == 1
+    assert {type(layer) for layer in cache.layers} == {DynamicLayer}
+    kept = cache.get_seq_length() - width
+    assert kept > 0
+    ids = greedy(target, **inputs, max_new_tokens=kept)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, kept), value=1)
+    fresh = get_cache(target(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0), use_cache=True))
+    for mine, theirs in zip(cache.layers, fresh.layers, strict=True):
+        for row in range(rows):
+            held = mine.keys[row].abs().sum(dim=(0, 2)) > 0  # rows that were behind end in zeros
+            held &= mask[row].bool()
+            assert held[:width].tolist() == mask[row, :width].bool().tolist() and held[width:].sum() > 0
+            assert torch.allclose(mine.keys[row][:, held], theirs.keys[row][:, held])
+            assert torch.allclose(mine.values[row][:, held], theirs.values[row][:, held])
 
 
 def test_cache_that_is_offloaded_is_left_alone() -> None:

@@ -169,7 +169,7 @@ def test_every_node_is_judged_as_at_the_end_of_its_own_path(
         return outputs
 
     monkeypatch.setattr(TargetRunner, "verify", verify)
-    monkeypatch.setattr(tree_support, "_answers", {(type(target), attention): None})  # its trial has no prefix
+    monkeypatch.setitem(tree_support._answers, target, {attention: None})  # its trial has no prefix
     output = target.generate(
         **inputs, assistant_model=draft, max_new_tokens=10, do_sample=False, return_dict_in_generate=True
     )
@@ -333,8 +333,7 @@ def test_target_that_ignores_the_mask_is_found_out(monkeypatch: pytest.MonkeyPat
     target, prompt = tiny_target(), random_prompt(7)
     draft = with_tree(oracle_draft(target, prompt, 12, 2), 16)
     original = TargetRunner._tree_mask
-    monkeypatch.setattr(tree_support, "_answers", {})
     monkeypatch.setattr(TargetRunner, "_tree_mask", lambda runner, tree: original(runner, tree) | True)
     output = assert_same_text(target, draft, prompt, 12)
-    assert list(tree_support._answers.values()) == ["Qwen3ForCausalLM ignores a 4-D mask"]
+    assert tree_support._answers[target] == {"sdpa": "Qwen3ForCausalLM ignores a 4-D mask"}
     assert set(output.acceptance_lengths[0][:-1]) == {3}

@@ -167,7 +167,7 @@ class DecodingLoop:
                         self._keep_peers_company()
         finally:
             self.runner.close()
-        self.runner.restore_rows()
+            self.runner.restore_rows()
 
     def _prefill(self, synced_gpus: bool) -> None:
         """Run the prompt and commit the token that follows it; it belongs to no round."""
@@ -276,7 +276,6 @@ class DecodingLoop:
         """
         kept = [self.num_shown if len(self.rows) == 1 else 1] * len(self.rows)
         self.runner.keep(kept, proposal.width, None if verdict is None else verdict.order)
-        self.runner.restore_rows()
 
     def _accept(self, logits: torch.Tensor, proposal: Proposal) -> tuple[Verdict, torch.Tensor]:
         """The verdict, and the processed scores (B, W or fewer, V) that it was reached on."""

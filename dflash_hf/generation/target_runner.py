@@ -11,6 +11,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicLayer
 
 from .attention import grouped_queries
 from .compat import CACHE_KEY, get_cache, hidden_states_request, layer_outputs
@@ -20,7 +21,7 @@ from .ordering import real_first
 from .recurrent import RecurrentStates, check_multi_token_forward
 from .rollback import LINEAR, can_realign, crop, free_columns, realign, record_past, reorder_last
 from .rope_limits import RopeLimits
-from .target_cache import RowEnds, align_left, give_back, let_grow
+from .target_cache import GrowingLayer, RowEnds, align_left, give_back, let_grow
 from .tree import Tree
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -161,8 +162,12 @@ class TargetRunner:
             inputs["logits_to_keep"] = width
         if self.recurrent is not None:
             self.recurrent.save()
-        with grouped_queries():
-            outputs = self.target(**inputs, return_dict=True)
+        try:
+            with grouped_queries():
+                outputs = self.target(**inputs, return_dict=True)
+        except BaseException:
+            self._take_back_unfinished()
+            raise
         self.length += width
         return outputs
 
@@ -256,6 +261,14 @@ class TargetRunner:
                 ends = [slice(end, end + 1) for end in self.left.ends]
             self.finished.store_last(self.cache, rows, ends)
             self.keep([0] * len(self.padding), 1)
+
+    def _take_back_unfinished(self) -> None:
+        """A forward has failed somewhere, and the layers before have written: leave all as they were."""
+        for layer in self.cache.layers:
+            if type(layer) in (DynamicLayer, GrowingLayer) and layer.is_initialized:
+                layer.crop(min(0, self.length - layer.keys.shape[-2]))
+        if self.recurrent is not None:
+            self.recurrent.restore()
 
     def _counts(self) -> list[int]:
         """Tokens of every row in the cache."""

@@ -103,15 +103,15 @@ class GrowingLayer(DynamicLayer):
 
     def reorder_last(self, order: torch.Tensor) -> None:
         """Of the last tokens of rows that end apart, let those in `order` (B, n) stand first."""
-        source = (self.rows.column + order).to(self.keys.device)
+        source = (self.rows.column + order.to(self.rows.column.device)).to(self.keys.device)
         for buffer in self.buffers:
             put_columns(buffer, self.rows.next_flat_columns(buffer, order.shape[1]), take_columns(buffer, source))
 
     def give_back(self, is_kept: bool) -> DynamicLayer:
         """The caller's layer with everything in it; without room to spare if it `is_kept`."""
         self.original.keys, self.original.values = self.keys, self.values
-        if is_kept:
-            self.original.keys, self.original.values = self.keys.contiguous(), self.values.contiguous()
+        if is_kept and self._is_in_buffers():
+            self.original.keys, self.original.values = self.keys.clone(), self.values.clone()
         return self.original
 
     def _make_room(self, columns: int) -> None:
