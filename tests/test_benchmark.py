@@ -254,6 +254,9 @@ def test_render_needs_no_models(finished: Path, tmp_path: Path, capsys: pytest.C
     assert main(["benchmark", "--render", str(copy)]) == 0
     assert (tmp_path / "benchmark.md").read_text() == (finished / "benchmark.md").read_text()
     assert (tmp_path / "speedup.png").exists()
+    other = tmp_path / "new" / "folder"
+    assert main(["benchmark", "--render", str(copy), "--output", str(other), "--no-plots"]) == 0
+    assert [path.name for path in other.iterdir()] == ["benchmark.md"]
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,9 @@ def test_caches_hold_what_plain_decoding_would(family: str, tree_budget: int, mo
                 assert layer.keys.shape[2] == (longest if window is None else min(longest, window - 1))
             for buffer in getattr(layer, "buffers", ()):
                 width = max(tree_budget + 1, loop.drafter.draft.config.block_size)
-                assert buffer.shape[2] <= longest + width + GrowingLayer.room(longest + width)
+                columns = longest + width + GrowingLayer.room(longest + width)
+                fresh = len(loop.rows) * buffer.shape[1] * columns * buffer.shape[3]
+                assert buffer.untyped_storage().nbytes() <= 2 * fresh * buffer.element_size()
         for keys in loop.drafter.cache.keys:
             assert keys.shape[0] == len(loop.rows)
             assert keys.shape[2] <= max(64, 2 * longest) + loop.drafter.draft.config.block_size

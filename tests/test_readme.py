@@ -49,6 +49,15 @@ def test_make_target_of_the_readme_exists(command: str) -> None:
     assert re.search(rf"^{name}:", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
+def test_packages_of_the_readme_are_those_that_are_read() -> None:
+    (line,) = (command for command in COMMANDS if command.startswith("pip install --no-deps "))
+    elsewhere = "".join(
+        (ROOT / name).read_text(encoding="utf-8")
+        for name in ("dflash_hf/embedded.py", "dflash_hf/evaluation/tasks.py")
+    )
+    assert all(package in elsewhere for package in line.split()[3:])
+
+
 def test_files_the_readme_names_exist() -> None:
     linked = re.findall(r"\]\(([^)#:]+)\)", README)
     named = re.findall(r"`((?:[\w-]+/)*[\w-]+\.(?:py|md))`", README)

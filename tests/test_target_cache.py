@@ -5,6 +5,8 @@ Shapes: B batch, G heads, T columns in use, D head size, W new tokens.
 
 from __future__ import annotations
 
+import weakref
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -26,7 +28,16 @@ from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from comparing import assert_same_text, shared_target
 from dflash_hf.generation import decoding, rollback, tree_support
 from dflash_hf.generation.compat import CACHE_KEY, get_cache
-from dflash_hf.generation.target_cache import GrowingLayer, RowEnds, align_left, can_grow, give_back, let_grow
+from dflash_hf.generation.ordering import filled_gaps
+from dflash_hf.generation.target_cache import (
+    GrowingLayer,
+    RowEnds,
+    align_left,
+    can_grow,
+    give_back,
+    let_grow,
+    select_rows,
+)
 from dflash_hf.generation.target_runner import TargetRunner
 from helpers import PAD, VOCABULARY, greedy, left_padded, random_prompt, scramble, tiny_draft, tiny_target
 from hybrid_targets import hybrid_target
@@ -140,17 +151,45 @@ def test_rows_hold_the_tokens_that_were_kept(data: st.DataObject) -> None:
         rollback.crop(cache, keys.shape[2] - max(rows.ends))
         if len(kept) > 1 and data.draw(st.booleans()):
             leaving = data.draw(st.integers(0, len(kept) - 1))
-            del kept[leaving]
-            staying = [row for row in range(len(kept) + 1) if row != leaving]
+            staying = filled_gaps([row for row in range(len(kept)) if row != leaving])
+            kept = [kept[row] for row in staying]
             rows.set([len(tokens) for tokens in kept], torch.device("cpu"))
             rollback.crop(cache, layer.keys.shape[2] - max(rows.ends))
-            cache.reorder_cache(torch.tensor(staying))
-            assert layer.buffers[0].shape[2] <= max(rows.ends) + GrowingLayer.room(max(rows.ends))
+            select_rows(cache, staying, torch.device("cpu"))
+            if layer.buffers:
+                columns = max(rows.ends) + GrowingLayer.room(max(rows.ends))
+                held = layer.buffers[0].untyped_storage().nbytes() // layer.buffers[0].element_size()
+                assert held <= 2 * len(kept) * HEADS * SIZE * columns
         for row, tokens in enumerate(kept):
             assert torch.equal(layer.keys[row, :, : len(tokens)], torch.stack(tokens, dim=1))
             assert torch.equal(layer.values[row, :, : len(tokens)], -torch.stack(tokens, dim=1))
     assert layer.keys.shape[2] == max(rows.ends)
     assert layer.keys.isfinite().all(), "also where nothing was ever written: a weight of zero silences numbers only"
+
+
+@pytest.mark.parametrize("total", range(1, 7))
+def test_last_rows_fill_the_gaps_of_those_that_leave(total: int) -> None:
+    for staying in (list(c) for n in range(1, total + 1) for c in combinations(range(total), n)):
+        order = filled_gaps(staying)
+        assert sorted(order) == staying
+        assert all(order[row] == row for row in staying if row < len(staying))
+
+
+def test_rows_that_stay_in_their_place_are_not_copied() -> None:
+    cache = filled_cache(20, batch_size=4)
+    rows = RowEnds([20] * 4, torch.device("cpu"))
+    align_left(cache, torch.zeros(4, dtype=torch.long), rows)
+    cache.update(states(2, 4), states(2, 4), 0)
+    layer = cache.layers[0]
+    place, keys = layer.keys.data_ptr(), layer.keys.clone()
+    rows.set([22, 21, 22], torch.device("cpu"))
+    select_rows(cache, [0, 3, 2], torch.device("cpu"))
+    assert layer.keys.data_ptr() == place
+    assert torch.equal(layer.keys, keys[[0, 3, 2]])
+    rows.set([21], torch.device("cpu"))
+    select_rows(cache, [1], torch.device("cpu"))
+    assert layer.keys.data_ptr() != place, "half of the memory is free"
+    assert torch.equal(layer.keys, keys[[3]])
 
 
 def ragged_batch(rows: int = 3) -> tuple[Any, Any, dict[str, torch.Tensor]]:
@@ -366,6 +405,22 @@ def test_caller_gets_layers_without_room(rows: int, heads: int) -> None:
         assert type(layer) is DynamicLayer
         for tensor in (layer.keys, layer.values):
             assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_prompt_is_held_once(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it has been copied into a buffer, nothing keeps what the prefill made."""
+    target, draft, inputs = ragged_batch(rows)
+    original, kept = decoding.DecodingLoop._round, []
+
+    def watched(loop: Any) -> None:
+        before = [weakref.ref(tensor) for layer in loop.runner.cache.layers for tensor in (layer.keys, layer.values)]
+        original(loop)
+        kept.append(sum(tensor() is not None for tensor in before))
+
+    monkeypatch.setattr(decoding.DecodingLoop, "_round", watched)
+    target.generate(**inputs, assistant_model=draft, max_new_tokens=40, do_sample=False)
+    assert kept[0] == 0
 
 
 class Interrupts(StoppingCriteria):

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 
 from dflash_hf.generation import decoding, drafting
 from dflash_hf.generation.drafting import Drafter
+from dflash_hf.generation.target_runner import tapped_states
 from helpers import greedy, random_prompt, tiny_draft, tiny_target
 from oracle import oracle_draft
 
@@ -33,6 +35,14 @@ def assert_generates_its_own_tokens(target: Any, draft: Any, prompt: torch.Tenso
     )
     assert torch.equal(output.sequences, expected)
     return output.acceptance_lengths[0]
+
+
+def test_layers_of_several_streams_are_refused_in_a_sentence() -> None:
+    """DeepSeek-V4's layers hand on four states per token; no published draft says which it reads."""
+    target = tiny_target()
+    states = (torch.zeros(1, 2, 32), *[torch.zeros(1, 2, 4, 32)] * 4)
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM put out several.*\(1, 2, 4, 32\).*one hidden state"):
+        tapped_states(target, SimpleNamespace(hidden_states=states), [1, 3])
 
 
 @pytest.fixture

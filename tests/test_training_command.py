@@ -167,6 +167,19 @@ def test_bad_settings_are_one_line_and_exit_two(
     assert message in capsys.readouterr().err
 
 
+def test_missing_package_is_one_line_that_says_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacks(arguments: list[str]) -> Any:
+        raise ImportError("\nUsing the `Trainer` requires `accelerate`:\n\nplease run ...")
+
+    monkeypatch.setattr("dflash_hf.training.train_command.parse", lacks)
+    assert main(["train", "--train_data", str(tmp_path / "data.jsonl")]) == 2
+    error = capsys.readouterr().err
+    assert "(Using the `Trainer` requires `accelerate`:): run `pip install 'dflash-hf[train]'`" in error
+    assert len(error.strip().splitlines()) == 1
+
+
 def test_unusable_sequences_are_skipped_and_counted() -> None:
     good = random_prompt(9)[0].tolist()
     rows = Dataset.from_list(

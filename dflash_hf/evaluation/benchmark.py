@@ -41,7 +41,9 @@ def add_parser(subparsers: Any) -> None:
         "--methods", nargs="+", metavar="NAME", help=f"{', '.join(METHODS)} (default: all that can run here)"
     )
     parser.add_argument("--max-samples", type=int, metavar="N", help="of each task (default: as many as the paper)")
-    parser.add_argument("--output", type=Path, default=Path("benchmark"), metavar="DIR", help="default: benchmark/")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="default: benchmark/; with --render, the record's own folder"
+    )
     parser.add_argument("--assistant", metavar="NAME", help="an ordinary assistant model, for the method of that name")
     parser.add_argument(
         "--thinking", choices=("on", "off"), help="the template's switch (default: the template's own)"
@@ -58,7 +60,11 @@ def run(args: argparse.Namespace) -> int:
     from .sample_log import only_run
 
     if args.render is not None:
-        return render(read_record(args.render), args.render.parent, not args.no_plots)
+        record, folder = read_record(args.render), args.output or args.render.parent
+        check_output(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        return render(record, folder, not args.no_plots)
+    args.output = args.output or Path("benchmark")
     check_arguments(args)
     samples = [sample for name in tasks.expand(args.tasks) for sample in tasks.load_samples(name, args.max_samples)]
     parse_methods(args.methods, has_draft=True, has_assistant=args.assistant is not None)  # before loading anything

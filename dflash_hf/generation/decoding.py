@@ -19,7 +19,7 @@ from .adapters import why_not_with_adapters
 from .compat import get_cache
 from .drafting import Drafter
 from .inference import inference_mode_if_private, make_ordinary, ordinary_tensors
-from .ordering import in_order
+from .ordering import filled_gaps, in_order
 from .processors import BlockProcessor
 from .proposals import Proposal, Proposer
 from .rollback import why_not_croppable
@@ -348,6 +348,7 @@ class DecodingLoop:
         """Let stopped rows go: they are neither drafted for, nor verified, nor stored from now on."""
         if len(still_running) == len(self.rows):
             return
+        still_running = filled_gaps(still_running)
         self.last_rows = self.rows
         self.rows = [self.rows[index] for index in still_running]
         lengths = self.sequences.lengths

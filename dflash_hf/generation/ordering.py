@@ -3,6 +3,8 @@
 Shapes: B batch, N tokens, M of them, n anything; G heads, T columns, D head size.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -37,4 +39,14 @@ def flat_columns(states: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return (first + columns.repeat_interleave(num_heads, dim=0)).flatten()
 
 
-__all__ = ["flat_columns", "in_order", "put_columns", "real_first", "take_columns"]
+def filled_gaps(staying: Sequence[int]) -> list[int]:
+    """Numbers in ascending order, such as rows that stay, with the last ones where others have left gaps.
+
+    So most keep their place, and what is kept of them need not be moved.
+    """
+    present = set(staying)
+    movers = [number for number in staying if number >= len(staying)]
+    return [number if number in present else movers.pop() for number in range(len(staying))]
+
+
+__all__ = ["filled_gaps", "flat_columns", "in_order", "put_columns", "real_first", "take_columns"]

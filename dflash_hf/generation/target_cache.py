@@ -69,6 +69,7 @@ class GrowingLayer(DynamicLayer):
         super().__init__()
         self.__dict__.update(vars(layer))
         self.original = layer
+        layer.keys = layer.values = None  # or it would keep what the buffers replace
         self.rows = rows
         self.buffers: list[torch.Tensor] = []
 
@@ -91,14 +92,26 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = (buffer[:, :, : start + width] for buffer in self.buffers)
         return self.keys, self.values
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Keep these rows of the batch, in this order, with room behind them."""
-        in_use = self.keys.shape[-2]
+    def select_rows(self, rows: Sequence[int], index: torch.Tensor) -> None:
+        """Keep these rows of the batch, `index` as a tensor; those that stay in their place are not copied.
+
+        What the others held is given back once half of the memory is free.
+        """
+        in_use, num_rows = self.keys.shape[-2], len(rows)
         if not self._is_in_buffers():
-            super().reorder_cache(beam_idx)
+            self.reorder_cache(index)
             return
-        ends = in_use + self.room(in_use)
-        self.buffers = [buffer[:, :, :ends].index_select(0, beam_idx.to(buffer.device)) for buffer in self.buffers]
+        end = in_use + self.room(in_use)
+        needed = self.buffers[0][:num_rows, :, :end].nbytes
+        moved = [row for row in range(num_rows) if rows[row] != row]
+        is_free = all(rows[row] >= num_rows for row in moved)  # the place that a row moves to
+        if is_free and self.buffers[0].untyped_storage().nbytes() <= 2 * needed:
+            for buffer in self.buffers:
+                for row in moved:
+                    buffer[row, :, :in_use] = buffer[rows[row], :, :in_use]
+            self.buffers = [buffer[:num_rows] for buffer in self.buffers]
+        else:
+            self.buffers = [buffer[:, :, :end].index_select(0, index.to(buffer.device)) for buffer in self.buffers]
         self.keys, self.values = (buffer[:, :, :in_use] for buffer in self.buffers)
 
     def reorder_last(self, order: torch.Tensor) -> None:
@@ -159,14 +172,24 @@ def align_left(cache: Any, padding: torch.Tensor, rows: RowEnds) -> None:
         rows: Where each row ends then.
     """
     width = max(rows.ends)
+    is_aligned = min(rows.ends) == width == cache.get_seq_length()
     for number, layer in enumerate(cache.layers):
         if not layer.is_initialized:
             continue
-        device = layer.keys.device
-        columns = torch.arange(width, device=device) + padding[:, None].to(device)
-        columns = columns.clamp_max(layer.keys.shape[-2] - 1)
-        layer.keys, layer.values = take_columns(layer.keys, columns), take_columns(layer.values, columns)
+        if not is_aligned:
+            device = layer.keys.device
+            columns = torch.arange(width, device=device) + padding[:, None].to(device)
+            columns = columns.clamp_max(layer.keys.shape[-2] - 1)
+            layer.keys, layer.values = take_columns(layer.keys, columns), take_columns(layer.values, columns)
         cache.layers[number] = GrowingLayer(layer, rows)
+
+
+def select_rows(cache: Any, rows: Sequence[int], device: torch.device) -> None:
+    """Let the other rows leave a cache whose layers are aligned on the left."""
+    index = torch.tensor(rows, device=device)
+    for layer in cache.layers:
+        if isinstance(layer, GrowingLayer):
+            layer.select_rows(rows, index)
 
 
 def give_back(cache: Any, is_kept: bool) -> None:
@@ -176,4 +199,4 @@ def give_back(cache: Any, is_kept: bool) -> None:
             cache.layers[number] = layer.give_back(is_kept)
 
 
-__all__ = ["GrowingLayer", "RowEnds", "align_left", "can_grow", "give_back", "let_grow"]
+__all__ = ["GrowingLayer", "RowEnds", "align_left", "can_grow", "give_back", "let_grow", "select_rows"]

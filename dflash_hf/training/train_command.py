@@ -28,10 +28,16 @@ def run(args: argparse.Namespace) -> int:
     """Parse, build, resume where the output folder has a checkpoint, train, and save the draft.
 
     Raises:
-        ValueError: A mistake in the arguments or the data, in one sentence.
+        ValueError: A mistake in the arguments or the data, or a package that lacks, in one sentence.
     """
-    run_args, training_args = parse(args.arguments)
-    trainer = build_trainer(run_args, training_args)
+    try:
+        run_args, training_args = parse(args.arguments)
+        trainer = build_trainer(run_args, training_args)
+    except ImportError as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"this command needs more packages ({first_line}): run `pip install 'dflash-hf[train]'`"
+        ) from error
     from transformers.trainer_utils import get_last_checkpoint
 
     checkpoint = training_args.resume_from_checkpoint

@@ -21,7 +21,7 @@ from .ordering import real_first
 from .recurrent import RecurrentStates, check_multi_token_forward
 from .rollback import LINEAR, can_realign, crop, free_columns, realign, record_past, reorder_last
 from .rope_limits import RopeLimits
-from .target_cache import GrowingLayer, RowEnds, align_left, give_back, let_grow
+from .target_cache import GrowingLayer, RowEnds, align_left, give_back, let_grow, select_rows
 from .tree import Tree
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -239,6 +239,8 @@ class TargetRunner:
         if self.left is not None:  # first, so that no more is copied than is needed
             self.left.set([self.left.ends[row] for row in rows], self.target.device)
             self._set_ends(self.left.ends)
+            select_rows(self.cache, rows, index.device)
+            return
         self.cache.reorder_cache(index)
         spare = min(self.padding)
         if spare and can_realign(self.cache):
@@ -365,9 +367,19 @@ class TargetRunner:
 
 
 def tapped_states(target: Any, outputs: Any, layer_ids: Sequence[int]) -> torch.Tensor:
-    """Concatenate the tapped layer outputs, (B, S, L * H), wherever the target's layers live."""
+    """Concatenate the tapped layer outputs, (B, S, L * H), wherever the target's layers live.
+
+    Raises:
+        ValueError: If a layer's output is not one state per token.
+    """
     num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
     states = layer_outputs(outputs.hidden_states, layer_ids, num_layers)
+    odd = next((state for state in states if state.dim() != 3), None)
+    if odd is not None:
+        raise ValueError(
+            f"The layers of {type(target).__name__} put out several streams per token, {tuple(odd.shape)}, but "
+            "a draft reads one hidden state per token, (batch, tokens, hidden); generate without `assistant_model`."
+        )
     return torch.cat([state.to(states[0].device) for state in states], dim=-1)
 
 
