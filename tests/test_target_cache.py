@@ -415,8 +415,13 @@ def test_prompt_is_held_once(rows: int, monkeypatch: pytest.MonkeyPatch) -> None
 
     def watched(loop: Any) -> None:
         before = [weakref.ref(tensor) for layer in loop.runner.cache.layers for tensor in (layer.keys, layer.values)]
+        places = [layer.keys.data_ptr() for layer in loop.runner.cache.layers]
         original(loop)
         kept.append(sum(tensor() is not None for tensor in before))
+        if len(kept) == 1:
+            assert places == [layer.keys.data_ptr() for layer in loop.runner.cache.layers], (
+                "it had room from the first"
+            )
 
     monkeypatch.setattr(decoding.DecodingLoop, "_round", watched)
     target.generate(**inputs, assistant_model=draft, max_new_tokens=40, do_sample=False)
@@ -447,6 +452,35 @@ def test_callers_own_layers_come_back_when_a_call_fails(rows: int) -> None:
         )
     assert all(mine is theirs for mine, theirs in zip(cache.layers, layers, strict=True))
     assert {type(layer) for layer in cache.layers} == {DynamicLayer}
+
+
+def test_empty_cache_is_filled_as_without_a_draft() -> None:
+    target, draft, inputs = ragged_batch(1)
+    mine, theirs = DynamicCache(config=target.config), DynamicCache(config=target.config)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    target.generate(**inputs, **{CACHE_KEY: mine}, **options, assistant_model=draft)
+    target.generate(**inputs, **{CACHE_KEY: theirs}, **options)
+    for layer, other in zip(mine.layers, theirs.layers, strict=True):
+        assert vars(layer).keys() == vars(other).keys()
+        assert layer.is_initialized and layer.device == other.device
+        assert torch.allclose(layer.keys, other.keys) and torch.allclose(layer.values, other.values)
+
+
+def test_prefill_that_fails_gives_the_layers_back() -> None:
+    target, draft, inputs = ragged_batch(1)
+    cache = DynamicCache(config=target.config)
+    layers = list(cache.layers)
+
+    def fail(module: Any, args: Any) -> None:
+        raise MemoryError
+
+    handle = target.model.layers[2].register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(MemoryError):
+            target.generate(**inputs, **{CACHE_KEY: cache}, assistant_model=draft, max_new_tokens=8)
+    finally:
+        handle.remove()
+    assert all(mine is theirs for mine, theirs in zip(cache.layers, layers, strict=True))
 
 
 @pytest.mark.parametrize("rows", [1, 3])

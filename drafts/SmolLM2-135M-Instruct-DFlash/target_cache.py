@@ -82,8 +82,11 @@ class GrowingLayer(DynamicLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a forward's keys and values, (B, G, W, D) each; returns all in use."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         start, width = self.keys.shape[-2], key_states.shape[-2]
-        self._make_room(start + width)
+        self.make_room(start + width)
         for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
             if self.rows is None:
                 buffer[:, :, start : start + width] = new
@@ -122,22 +125,26 @@ class GrowingLayer(DynamicLayer):
 
     def give_back(self, is_kept: bool) -> DynamicLayer:
         """The caller's layer with everything in it; without room to spare if it `is_kept`."""
-        self.original.keys, self.original.values = self.keys, self.values
+        own = ("original", "rows", "buffers")
+        self.original.__dict__.update({name: value for name, value in vars(self).items() if name not in own})
         if is_kept and self._is_in_buffers():
             self.original.keys, self.original.values = self.keys.clone(), self.values.clone()
         return self.original
 
-    def _make_room(self, columns: int) -> None:
+    def make_room(self, columns: int) -> None:
+        """See that the buffers hold what is in use and have room for as many columns, and for some more."""
         if self._is_in_buffers() and columns <= self.buffers[0].shape[2]:
             return
         buffers = []
         for states in (self.keys, self.values):
             batch_size, num_heads, in_use, head_dim = states.shape
-            # Zeros: a masked column has weight zero, which would not silence what is no number.
-            buffer = states.new_zeros(batch_size, num_heads, columns + self.room(columns), head_dim)
+            buffer = states.new_empty(batch_size, num_heads, columns + self.room(columns), head_dim)
+            if self.rows is not None:
+                buffer.zero_()  # a masked column has weight zero, which would not silence what is no number
             buffer[:, :, :in_use] = states
             buffers.append(buffer)
         self.buffers = buffers
+        self.keys, self.values = (buffer[:, :, :in_use] for buffer in buffers)
 
     def _is_in_buffers(self) -> bool:
         if not self.buffers:
@@ -156,10 +163,10 @@ def can_grow(cache: Any) -> bool:
 
 
 def let_grow(cache: Any) -> None:
-    """Give the dynamic layers of a single row's cache room."""
+    """Give the dynamic layers of a single row's cache room; those that are empty get it with their first tokens."""
     if not getattr(cache, "offloading", False):
         for number, layer in enumerate(cache.layers):
-            if type(layer) is DynamicLayer and layer.is_initialized:
+            if type(layer) is DynamicLayer:
                 cache.layers[number] = GrowingLayer(layer)
 
 
@@ -181,7 +188,8 @@ def align_left(cache: Any, padding: torch.Tensor, rows: RowEnds) -> None:
             columns = torch.arange(width, device=device) + padding[:, None].to(device)
             columns = columns.clamp_max(layer.keys.shape[-2] - 1)
             layer.keys, layer.values = take_columns(layer.keys, columns), take_columns(layer.values, columns)
-        cache.layers[number] = GrowingLayer(layer, rows)
+        cache.layers[number] = growing = GrowingLayer(layer, rows)
+        growing.make_room(width + 1)  # at once, so that no more than one layer is held twice
 
 
 def select_rows(cache: Any, rows: Sequence[int], device: torch.device) -> None:

@@ -80,6 +80,9 @@ class TargetRunner:
             if get_ident() == thread:  # other threads may be generating with this target
                 chunks.append(self.taps(output))
 
+        if len(input_ids) == 1 and self.cache is not None:
+            let_grow(self.cache)  # from the first token on, or the prompt would be copied
+        lent = self.cache
         handle = self.target.register_forward_hook(collect)
         try:
             kwargs = {**self.model_kwargs, "output_hidden_states": self.hidden_state_selection}
@@ -87,6 +90,8 @@ class TargetRunner:
         finally:
             handle.remove()
         self.cache = get_cache(outputs)
+        if lent is not None and lent is not self.cache:
+            give_back(lent, True)
         if self.cache is None:
             raise ValueError(
                 f"{type(self.target).__name__} returned no cache; drafting needs `use_cache=True` and a target that "
