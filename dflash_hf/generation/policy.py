@@ -20,6 +20,7 @@ import torch
 from .costs import FORGETTING, FixedCosts, MeasuredCosts
 
 FIRST_PAUSE, LONGEST_PAUSE = 4, 64
+LASTING = 4  # rounds that must pay in a row until the next pause is a short one again
 SECOND_PROBE = 8  # rounds of one width
 SPARE = 2  # candidates to score beyond as many as were chosen of late
 TRUST_FORGETTING = 0.93
@@ -41,6 +42,7 @@ class WidthPolicy:
         self.rounds, self.cost, self.hoped = 0.0, 0.0, 0.0
         self.hits, self.expected = 0.0, 0.0
         self.pause, self.next_pause = 0, FIRST_PAUSE
+        self.paying_rounds = 0  # in a row
         self.alike_rounds, self.next_probe = 0, 1
         self.was_drafted = False
         self.horizon: int | None = None  # candidates that this round may choose, where scoring more of them costs
@@ -75,8 +77,11 @@ class WidthPolicy:
         self.hits = TRUST_FORGETTING * self.hits + accepted
         self.expected = TRUST_FORGETTING * self.expected + sum(chances)
         if self._rate() >= 1.0:
-            self.next_pause = FIRST_PAUSE
+            self.paying_rounds += 1
+            if self.paying_rounds >= LASTING:  # one lucky block behind a pause shortens no pauses
+                self.next_pause = FIRST_PAUSE
             return
+        self.paying_rounds = 0
         self.pause, self.next_pause = self.next_pause, min(2 * self.next_pause, LONGEST_PAUSE)
         # Paused rounds pass, too, so what went before weighs less behind them; but a useless draft stays known.
         weight = max(0.5, FORGETTING**self.pause)
