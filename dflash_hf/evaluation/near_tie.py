@@ -112,11 +112,18 @@ def _continuation(target: Any, prompt_ids: Any, taken: list[int], limit: int, co
 def scores_after(target: Any, prompt_ids: Any, new_tokens: Sequence[int], generation_config: Any = None) -> Any:
     """The target's processed scores (V,) of the token after `prompt_ids` (1, S) and `new_tokens`, replayed."""
     config = generation_config or target.generation_config
-    return _replay(target, prompt_ids, new_tokens, 1, config).scores[0][0]
+    return _replay(target, prompt_ids, new_tokens, 1, config, with_scores=True).scores[0][0]
 
 
-def _replay(target: Any, prompt_ids: Any, new_tokens: Sequence[int], max_new_tokens: int, config: Any) -> Any:
-    """Plain greedy `generate` from `prompt_ids` (1, S) and `new_tokens` on, with its scores."""
+def _replay(
+    target: Any,
+    prompt_ids: Any,
+    new_tokens: Sequence[int],
+    max_new_tokens: int,
+    config: Any,
+    with_scores: bool = False,
+) -> Any:
+    """Plain greedy `generate` from `prompt_ids` (1, S) and `new_tokens` on."""
     import copy
 
     import torch
@@ -125,7 +132,7 @@ def _replay(target: Any, prompt_ids: Any, new_tokens: Sequence[int], max_new_tok
     config.max_new_tokens, config.max_length = max_new_tokens, None
     config.min_new_tokens = max((config.min_new_tokens or 0) - len(new_tokens), 0) or None
     config.do_sample, config.temperature, config.top_p, config.top_k = False, None, None, None
-    config.return_dict_in_generate = config.output_scores = True
+    config.return_dict_in_generate, config.output_scores = True, with_scores
     prefix = torch.cat([prompt_ids, prompt_ids.new_tensor([list(new_tokens)])], dim=1)
     return target.generate(prefix, attention_mask=torch.ones_like(prefix), generation_config=config)
 

@@ -343,7 +343,7 @@ class TargetRunner:
         """The mask of a chain or a tree behind rows that are aligned on the left."""
         device = self.attention_mask.device
         among = torch.ones(1, width, width, dtype=torch.bool).tril() if tree is None else tree.ancestors
-        visible = left_visibility(among.to(device), self.attention_mask, self.left.column.to(device))
+        visible = left_visibility(among.to(device), self.attention_mask, self.left.next_columns(width).to(device))
         return to_attention_mask(visible, self.attention, self.target.dtype)
 
     def _extend_token_types(self, kwargs: dict[str, Any], batch_size: int, width: int) -> None:

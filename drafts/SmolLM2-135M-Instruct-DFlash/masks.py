@@ -77,18 +77,17 @@ def tree_visibility(
     return torch.cat([context, ancestors], dim=2)
 
 
-def left_visibility(among: torch.Tensor, cached: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def left_visibility(among: torch.Tensor, cached: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Which keys the tokens of a verification see where every row starts in column 0; (B, W, S + W).
 
     Args:
         among: Which of the W tokens each of them sees, (1, W, W) or (B, W, W).
         cached: The columns of each row that are real, (B, S) booleans.
-        ends: The column of each row's first token of the verification, (B, 1).
+        columns: Those of each row's tokens of the verification, (B, W).
     """
     batch_size, width = len(cached), among.shape[-1]
     visible = torch.nn.functional.pad(cached, (0, width))[:, None].repeat(1, width, 1)
-    columns = ends[:, :, None] + torch.arange(width, device=ends.device)  # (B, 1, W)
-    return visible.scatter_(2, columns.expand(-1, width, -1), among.expand(batch_size, -1, -1))
+    return visible.scatter_(2, columns[:, None].expand(-1, width, -1), among.expand(batch_size, -1, -1))
 
 
 __all__ = ["left_visibility", "to_attention_mask", "tree_visibility", "visible_keys"]

@@ -21,6 +21,8 @@ def real_first(states: torch.Tensor, is_real: torch.Tensor, count: int | None = 
 
 def take_columns(states: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Columns (B, M) of states (B, G, T, D), copied."""
+    if len(states) == 1:
+        return states.index_select(2, columns[0])
     batch_size, num_heads, _, head_dim = states.shape
     taken = states.reshape(-1, head_dim).index_select(0, flat_columns(states, columns))
     return taken.view(batch_size, num_heads, -1, head_dim)

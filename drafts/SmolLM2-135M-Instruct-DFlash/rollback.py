@@ -118,9 +118,7 @@ def reorder_last(cache: Any, order: torch.Tensor, width: int) -> None:
             index = order.to(layer.keys.device)
             for states in (layer.keys, layer.values):
                 written = states[:, :, -width:]
-                is_one_row = len(index) == 1  # far less to work out
-                kept = written.index_select(2, index[0]) if is_one_row else take_columns(written, index)
-                written[:, :, : index.shape[1]] = kept
+                written[:, :, : index.shape[1]] = take_columns(written, index)
 
 
 class ColumnSnapshot:
