@@ -23,6 +23,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from dflash_hf import DFlashConfig, Qwen3DFlashForDraft
 from dflash_hf.configuration_dflash import default_target_layer_ids
+from dflash_hf.generation.ordering import filled_gaps
 from helpers import greedy, random_prompt, tiny_draft, tiny_target
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -474,8 +475,8 @@ def rounds_of(draft: Any, prompts: list[int], num_rounds: int, seed: int, contex
             lengths[row] += generator.randint(1, BLOCK)
         if number == num_rounds // 2 and len(rows) > 1:
             leaving = generator.randrange(len(rows))
-            kept = [index for index in range(len(rows)) if index != leaving]
-            cache.select_rows(torch.tensor(kept))
+            kept = filled_gaps([index for index in range(len(rows)) if index != leaving])
+            cache.select_rows(kept)
             rows = [rows[index] for index in kept]
 
 

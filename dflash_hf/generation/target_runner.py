@@ -17,7 +17,7 @@ from .attention import grouped_queries
 from .compat import CACHE_KEY, get_cache, hidden_states_request, layer_outputs
 from .finished_rows import FinishedRows
 from .masks import left_visibility, to_attention_mask, tree_visibility
-from .ordering import real_first
+from .ordering import in_order, real_first
 from .recurrent import RecurrentStates, check_multi_token_forward
 from .rollback import LINEAR, can_realign, crop, free_columns, realign, record_past, reorder_last
 from .rope_limits import RopeLimits
@@ -52,7 +52,8 @@ class TargetRunner:
         self.model_kwargs = dict(model_kwargs)
         self.hidden_state_selection = True if capture_all else hidden_states_request(target_layer_ids)
         self.cache = get_cache(self.model_kwargs)
-        self.attention_mask: torch.Tensor | None = self.model_kwargs.get("attention_mask")  # (B, S)
+        # (B, S); of rows that are aligned on the left the prompt's part, and only if there are holes in it
+        self.attention_mask: torch.Tensor | None = self.model_kwargs.get("attention_mask")
         position_ids = self.model_kwargs.get("position_ids")
         self.last_position = None if position_ids is None else position_ids[..., -1:]  # (B, 1) or (R, B, 1)
         self.recurrent: RecurrentStates | None = None
@@ -80,7 +81,7 @@ class TargetRunner:
             if get_ident() == thread:  # other threads may be generating with this target
                 chunks.append(self.taps(output))
 
-        if len(input_ids) == 1 and self.cache is not None:
+        if self.cache is not None:
             let_grow(self.cache)  # from the first token on, or the prompt would be copied
         lent = self.cache
         handle = self.target.register_forward_hook(collect)
@@ -104,9 +105,8 @@ class TargetRunner:
         if any(isinstance(layer, LINEAR) for layer in self.cache.layers):
             self.recurrent = RecurrentStates(self.target, self.cache)
         taps, lengths = self._unpad(taps)
-        if len(lengths) == 1:
-            let_grow(self.cache)
-        elif self.is_cache_seen and FinishedRows.can_store(self.cache):
+        let_grow(self.cache)
+        if len(lengths) > 1 and self.is_cache_seen and FinishedRows.can_store(self.cache):
             self.finished = FinishedRows(self.padding)
         return outputs, taps, lengths, past
 
@@ -117,16 +117,13 @@ class TargetRunner:
 
     def align_left(self) -> None:
         """Let the rows of a batch start in one column, so that none moves when they keep different numbers."""
-        mask = self._extended_mask(0, required=True)
         ends = self._counts()
         self.left = RowEnds(ends, self.target.device)
-        padding = torch.tensor(self.padding, device=mask.device)
-        columns = torch.arange(max(ends), device=mask.device) + padding[:, None]
-        is_there = columns < mask.shape[1]
-        self.attention_mask = mask.bool().gather(1, columns.clamp_max(mask.shape[1] - 1)) & is_there
+        padding = torch.tensor(self.padding, device=self.target.device)
+        if self.attention_mask is not None:
+            self.attention_mask = _holes(self.attention_mask, padding.to(self.attention_mask.device), ends)
         align_left(self.cache, padding, self.left)
-        self.length = max(ends)
-        self.padding = [self.length - end for end in ends]
+        self._measure()
 
     def check_continues(self, anchors: torch.Tensor) -> None:
         """Refuse a recurrent target that cannot verify several tokens at once; `anchors` is (B, 1).
@@ -176,9 +173,12 @@ class TargetRunner:
         self.length += width
         return outputs
 
-    def taps(self, outputs: Any) -> torch.Tensor:
-        """The tapped layer outputs of a forward, concatenated: (B, W, L * H)."""
-        return tapped_states(self.target, outputs, self.target_layer_ids)
+    def taps(self, outputs: Any, count: int | None = None, order: torch.Tensor | None = None) -> torch.Tensor:
+        """The tapped layer outputs of a forward, concatenated, of its first `count` tokens: (B, count, L * H).
+
+        `order` (B, W) says in which order they count: a tree's kept path first.
+        """
+        return tapped_states(self.target, outputs, self.target_layer_ids, count, order)
 
     def keep(self, counts: Sequence[int], width: int, order: torch.Tensor | None = None) -> None:
         """Keep the first `counts[b]` of the `width` tokens of the last verification, of every row.
@@ -191,7 +191,8 @@ class TargetRunner:
             self.recurrent.keep(counts, width)
         most = max(counts)
         if self.left is not None:
-            self._set_ends([end + count for end, count in zip(self.left.ends, counts, strict=True)])
+            self.left.set([end + count for end, count in zip(self.left.ends, counts, strict=True)])
+            self._measure()
         elif min(counts) == most:
             crop(self.cache, width - most)
             self.length += most - width
@@ -241,10 +242,10 @@ class TargetRunner:
             if (types := self.model_kwargs.get(key)) is not None:
                 self.model_kwargs[key] = types[index.to(types.device)]
         self.padding = [self.padding[row] for row in rows]
-        if self.left is not None:  # first, so that no more is copied than is needed
-            self.left.set([self.left.ends[row] for row in rows], self.target.device)
-            self._set_ends(self.left.ends)
-            select_rows(self.cache, rows, index.device)
+        if self.left is not None:
+            self.left.set([self.left.ends[row] for row in rows])
+            self._measure()  # first, so that no more is copied than is needed
+            select_rows(self.cache, rows)
             return
         self.cache.reorder_cache(index)
         spare = min(self.padding)
@@ -285,17 +286,12 @@ class TargetRunner:
         """The columns they are in."""
         return [slice(-count, None) if self.left is None else slice(count) for count in self._counts()]
 
-    def _set_ends(self, ends: Sequence[int]) -> None:
-        """Let rows that are aligned on the left end elsewhere. Nothing is moved."""
-        before = self.left.column.to(self.attention_mask.device)
-        self.left.set(ends, self.target.device)
-        crop(self.cache, self.length - max(ends))
-        self.length = max(ends)
-        self.padding = [self.length - end for end in ends]
-        column = torch.arange(self.length, device=before.device)
-        is_new = (column >= before) & (column < self.left.column.to(before.device))
-        room = self.length - self.attention_mask.shape[1]
-        self.attention_mask = torch.nn.functional.pad(self.attention_mask, (0, room)) | is_new
+    def _measure(self) -> None:
+        """Follow rows that are aligned on the left to where they end now."""
+        length = max(self.left.ends)
+        crop(self.cache, self.length - length)
+        self.length = length
+        self.padding = [length - end for end in self.left.ends]
 
     def _keep_ragged(self, counts: Sequence[int], width: int) -> None:
         removed = [width - count for count in counts]
@@ -341,9 +337,8 @@ class TargetRunner:
 
     def _left_mask(self, width: int, tree: Tree | None) -> Any:
         """The mask of a chain or a tree behind rows that are aligned on the left."""
-        device = self.attention_mask.device
-        among = torch.ones(1, width, width, dtype=torch.bool).tril() if tree is None else tree.ancestors
-        visible = left_visibility(among.to(device), self.attention_mask, self.left.next_columns(width).to(device))
+        ancestors = None if tree is None else tree.ancestors
+        visible = left_visibility(self.left.next_columns(width), self.length, ancestors, self.attention_mask)
         return to_attention_mask(visible, self.attention, self.target.dtype)
 
     def _extend_token_types(self, kwargs: dict[str, Any], batch_size: int, width: int) -> None:
@@ -371,8 +366,23 @@ class TargetRunner:
         return real_first(taps, real), real.sum(dim=1).tolist()
 
 
-def tapped_states(target: Any, outputs: Any, layer_ids: Sequence[int]) -> torch.Tensor:
+def _holes(mask: torch.Tensor, padding: torch.Tensor, ends: Sequence[int]) -> torch.Tensor | None:
+    """A mask (B, S) without each row's left padding, (B, max(ends)) booleans; `None` if it hides no more than that."""
+    columns = torch.arange(max(ends), device=mask.device) + padding[:, None]
+    is_real = mask.bool().gather(1, columns.clamp_max(mask.shape[1] - 1)) | (columns >= mask.shape[1])
+    return None if bool(is_real.all()) else is_real
+
+
+def tapped_states(
+    target: Any,
+    outputs: Any,
+    layer_ids: Sequence[int],
+    count: int | None = None,
+    order: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Concatenate the tapped layer outputs, (B, S, L * H), wherever the target's layers live.
+
+    With `count`, those of the first `count` tokens, in turn or in an `order` (B, S).
 
     Raises:
         ValueError: If a layer's output is not one state per token.
@@ -385,7 +395,9 @@ def tapped_states(target: Any, outputs: Any, layer_ids: Sequence[int]) -> torch.
             f"The layers of {type(target).__name__} put out several streams per token, {tuple(odd.shape)}, but "
             "a draft reads one hidden state per token, (batch, tokens, hidden); generate without `assistant_model`."
         )
-    return torch.cat([state.to(states[0].device) for state in states], dim=-1)
+    if order is not None:
+        states = [in_order(state, order[:, :count]) for state in states]
+    return torch.cat([state[:, :count].to(states[0].device) for state in states], dim=-1)
 
 
 __all__ = ["TargetRunner", "tapped_states"]
