@@ -4,15 +4,18 @@
 
 For every point, plain `generate` and the draft take turns on the same random prompts, with the end of sequence
 switched off so that lengths agree. Reported are the share of decoding outside both models' forwards, the speed-up, and
-the peak memory above plain `generate`'s. Writes `scaling.json` and `scaling.md`.
+the peak of what is allocated for tensors above plain `generate`'s, in a run apart of at most 64 new tokens; beside it,
+what the draft's cache and the prompt's tapped states take. Writes `scaling.json` and `scaling.md`.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from dflash_hf.evaluation.record import write_text
 from dflash_hf.evaluation.timing import Recorder, clock_for
 
 CONTEXTS, NEW_TOKENS, BATCHES = (128, 512, 2048, 8192), (64, 256, 1024, 2048), (1, 4, 16)
+TOKENS_OF_MEMORY = 64  # new tokens of the run that memory is measured in; a profiler keeps every operation
 
 
 def points(args: argparse.Namespace) -> list[dict[str, int]]:
@@ -34,35 +38,67 @@ def points(args: argparse.Namespace) -> list[dict[str, int]]:
     return [point for i, point in enumerate(found) if point not in found[:i]]
 
 
-def run(pair: Any, point: dict[str, int], with_draft: bool, seed: int) -> dict[str, float]:
-    """One generation at a point, timed."""
+def prompt_length(pair: Any, point: dict[str, int]) -> int:
+    """The point's context, as far as the target's positions leave room for the answer."""
+    limit = pair.target.config.get_text_config().max_position_embeddings
+    return min(point["context"], limit - point["new_tokens"])
+
+
+def generate(pair: Any, point: dict[str, int], with_draft: bool, seed: int) -> None:
+    """One generation at a point."""
     target = pair.target
     generator = torch.Generator().manual_seed(seed)
-    limit = target.config.get_text_config().max_position_embeddings
-    length = min(point["context"], limit - point["new_tokens"])
     vocabulary = target.config.get_text_config().vocab_size
-    ids = torch.randint(100, vocabulary, (point["batch"], length), generator=generator).to(target.device)
+    size = (point["batch"], prompt_length(pair, point))
+    ids = torch.randint(100, vocabulary, size, generator=generator).to(target.device)
     config = copy.deepcopy(target.generation_config)
     config.do_sample, config.temperature, config.top_p, config.top_k = False, None, None, None
     config.max_new_tokens, config.max_length = point["new_tokens"], None
+    assistant = {"assistant_model": pair.draft} if with_draft else {}
+    target.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **assistant)
+
+
+def run(pair: Any, point: dict[str, int], with_draft: bool, seed: int) -> dict[str, float]:
+    """One generation at a point, timed."""
+    target = pair.target
     modules = {"target": target} | (
         {"draft": pair.draft, "head": target.get_output_embeddings()} if with_draft else {}
     )
     recorder = Recorder(clock_for(target.device), modules)
-    with peak_memory(target.device) as peak, recorder:
-        target.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            generation_config=config,
-            **({"assistant_model": pair.draft} if with_draft else {}),
-        )
+    with recorder:
+        generate(pair, point, with_draft, seed)
     timing = recorder.timing(point["new_tokens"])
     return {
         "decode": timing.decode,
         "prefill": timing.prefill,
         "elsewhere": timing.parts["elsewhere"] / timing.decode,
-        "peak_mib": peak.mib or 0.0,
     }
+
+
+def peak_allocated(device: torch.device, call: Callable[[], None]) -> float:
+    """The peak of what a call allocates for tensors, above what was there before, MiB.
+
+    A process's resident memory also holds what its allocator keeps for later, which depends on all that ran before.
+    """
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        with peak_memory(device) as peak:
+            call()
+        return peak.mib - before / 2**20
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(held, default=0) / 2**20
+
+
+def expected_memory(pair: Any, point: dict[str, int]) -> float:
+    """What the draft's cache and the tapped states of the longest round, the prompt's, take, MiB."""
+    config, size = pair.draft.config, pair.draft.dtype.itemsize
+    tokens = point["batch"] * prompt_length(pair, point)
+    taps = len(config.target_layer_ids) * pair.target.config.get_text_config().hidden_size
+    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    return tokens * (taps + cache) * size / 2**20
 
 
 def measure(pair: Any, point: dict[str, int], repeats: int) -> dict[str, Any]:
@@ -74,19 +110,31 @@ def measure(pair: Any, point: dict[str, int], repeats: int) -> dict[str, Any]:
     middle = {
         f"{name}_{field}": statistics.median(each[field] for each in runs)
         for name, runs in (("plain", plain), ("draft", drafted))
-        for field in ("decode", "prefill", "elsewhere", "peak_mib")
+        for field in ("decode", "prefill", "elsewhere")
     }
     speedup = statistics.median(a["decode"] / b["decode"] for a, b in zip(plain, drafted, strict=True))
-    memory = middle["draft_peak_mib"] - middle["plain_peak_mib"]
-    return {**point, **middle, "speedup": speedup, "extra_memory_mib": memory}
+    short = point | {"new_tokens": min(point["new_tokens"], TOKENS_OF_MEMORY)}
+    without, with_it = (
+        peak_allocated(pair.target.device, lambda with_draft=with_draft: generate(pair, short, with_draft, 0))
+        for with_draft in (False, True)
+    )
+    return {
+        **point,
+        **middle,
+        "speedup": speedup,
+        "plain_peak_mib": without,
+        "extra_memory_mib": with_it - without,
+        "expected_memory_mib": expected_memory(pair, short),
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown."""
-    lines = ["| context | new tokens | batch | overhead | speed-up | extra memory, MiB |", "|---|---|---|---|---|---|"]
+    head = "| context | new tokens | batch | overhead | speed-up | extra memory, MiB | draft's cache and taps, MiB |"
+    lines = [head, "|---|---|---|---|---|---|---|"]
     lines += [
         f"| {r['context']} | {r['new_tokens']} | {r['batch']} | {r['draft_elsewhere']:.1%} | {r['speedup']:.2f} | "
-        f"{r['extra_memory_mib']:.0f} |"
+        f"{r['extra_memory_mib']:.0f} | {r['expected_memory_mib']:.0f} |"
         for r in rows
     ]
     return "\n".join(lines)
