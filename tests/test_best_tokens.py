@@ -1,4 +1,4 @@
-"""The token that greedy decoding takes, where a CPU looks for it in parts: it is `argmax`'s, whatever the scores are."""
+"""The token that greedy decoding takes. A CPU looks for it in parts; it is `argmax`'s, whatever the scores are."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ def layers_of_rounds(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
 def test_ragged_rows_stay_where_they_are(tree_budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft, inputs = ragged_batch()
     draft.generation_config.draft_tree_budget = tree_budget
-    monkeypatch.setattr("dflash_hf.generation.target_runner.realign", pytest.fail)
+    monkeypatch.setattr("dflash_hf.generation.row_layout.realign", pytest.fail)
     seen = layers_of_rounds(monkeypatch)
     output = assert_same_text(target, draft, inputs, 60)
     assert len({len(rounds) for rounds in output.acceptance_lengths}) > 1
@@ -250,7 +250,7 @@ def test_rows_that_cannot_stay_are_realigned(family: str, monkeypatch: pytest.Mo
     draft = oracle_draft(target, inputs["input_ids"], 30, DEPTHS, attention_mask=inputs["attention_mask"])
     moved = []
     original = rollback.realign
-    monkeypatch.setattr("dflash_hf.generation.target_runner.realign", lambda *args: (moved.append(1), original(*args)))
+    monkeypatch.setattr("dflash_hf.generation.row_layout.realign", lambda *args: (moved.append(1), original(*args)))
     assert_same_text(target, draft, inputs, 30)
     assert moved
 

@@ -18,6 +18,7 @@ from transformers import LogitsProcessor
 
 from comparing import assert_same_text, generate_both, shared_target
 from dflash_hf.generation import decoding, tree_support
+from dflash_hf.generation.row_layout import RightAligned
 from dflash_hf.generation.target_runner import TargetRunner
 from dflash_hf.generation.tree import Tree, build_tree, walk
 from helpers import FAMILIES, greedy, left_padded, random_prompt, tiny_target
@@ -332,8 +333,10 @@ def test_target_that_is_known_to_take_chains_only(attention: str, has_positions:
 def test_target_that_ignores_the_mask_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     target, prompt = tiny_target(), random_prompt(7)
     draft = with_tree(oracle_draft(target, prompt, 12, 2), 16)
-    original = TargetRunner._tree_mask
-    monkeypatch.setattr(TargetRunner, "_tree_mask", lambda runner, tree: original(runner, tree) | True)
+    original = RightAligned.mask
+    monkeypatch.setattr(
+        RightAligned, "mask", lambda rows, width, tree: original(rows, width, tree) | True if tree else None
+    )
     output = assert_same_text(target, draft, prompt, 12)
     assert tree_support._answers[target] == {"sdpa": "Qwen3ForCausalLM ignores a 4-D mask"}
     assert set(output.acceptance_lengths[0][:-1]) == {3}

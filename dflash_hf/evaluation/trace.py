@@ -160,7 +160,7 @@ class _Watcher:
 
     def after_prefill(self, result: Any, *_: Any) -> None:
         self.trace.prompt_taps = tuple(result[1].shape)
-        self.trace.cached_after_prefill = self.loop.runner.length
+        self.trace.cached_after_prefill = self.loop.runner.layout.length
 
     def after_block_logits(self, logits: torch.Tensor, anchors: torch.Tensor, num_slots: int, depth: int) -> None:
         self.round.logits = logits[0].float()
@@ -199,14 +199,14 @@ class _Watcher:
         self.round.candidates = block_ids[0, 1:].tolist()
         self.round.target_logits = outputs.logits[0].float()
 
-    def after_append(self, result: None, row: int, tokens: list[int]) -> None:
+    def after_append(self, result: None, rows: list[int], tokens: list[list[int]], *_: Any) -> None:
         if self.trace.rounds:
-            self.round.committed = list(tokens)
+            self.round.committed = list(tokens[0])
         else:
-            self.trace.first_token = tokens[0]
+            self.trace.first_token = tokens[0][0]
 
     def after_keep(self, *_: Any, **__: Any) -> None:
-        self.round.target_length = self.loop.runner.length
+        self.round.target_length = self.loop.runner.layout.length
         self.round.draft_length = self.loop.drafter.cache.get_seq_length()
 
 
