@@ -37,10 +37,20 @@ def assert_as_argmax(scores: torch.Tensor) -> None:
 def test_the_first_of_the_best(dtype: torch.dtype, mean: float, entries: list[tuple], seed: int) -> None:
     """Scores with ties, of either sign, with infinities and what is no number."""
     generator = torch.Generator().manual_seed(seed)
-    scores = (torch.randint(-8, 9, (ROWS, WIDTH, VOCABULARY), generator=generator) / 4 + mean).to(dtype)
+    scores = torch.randint(-8, 9, (ROWS, WIDTH, VOCABULARY), generator=generator) / 4 + mean
     for row, position, token, value in entries:
         scores[row, position, token] = value
-    assert_as_argmax(scores)
+    assert_as_argmax(scores.to(dtype))  # the signs of what is no number are the conversion's
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_one_score_that_is_no_number(dtype: torch.dtype, sign: int) -> None:
+    """Its bits depend on the operation that it came from: a CPU's vector units make negative ones of all."""
+    scores = torch.randn(ROWS, WIDTH, VOCABULARY)
+    scores[1, 2, 700] = scores[1, 2, 900] = sign * math.nan
+    assert_as_argmax(scores.to(dtype))
+    assert_as_argmax(scores.to(dtype) * 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -364,6 +364,23 @@ def test_batch_whose_mask_has_holes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {type(layer) for layer in seen[0]} == {GrowingLayer}
 
 
+@pytest.mark.parametrize(("row", "column"), [(0, 17), (0, 39), (1, 37), (1, 39)])
+def test_prompts_with_holes_that_reach_further_than_the_rows_that_go_on(row: int, column: int) -> None:
+    """The longest row ends first."""
+    target = shared_target()
+    inputs = left_padded([random_prompt(n, seed=n)[0] for n in (40, 6)])
+    inputs["attention_mask"][row, column] = 0
+    draft = tiny_draft(target)
+    plain = greedy(target, inputs["input_ids"], 20, attention_mask=inputs["attention_mask"])
+    end = int(plain[0, 42])
+    assert end not in plain[1, 40:50]
+    for budget in (0, 8):
+        draft.generation_config.draft_tree_budget = budget
+        options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": end}
+        plain = target.generate(**inputs, **options)
+        assert target.generate(**inputs, **options, assistant_model=draft).tolist() == plain.tolist()
+
+
 class LateOracle(OracleDraft):
     """Knows its rows wherever they start, as the second turn of a padded batch starts behind the padding."""
 

@@ -96,7 +96,8 @@ def left_visibility(
         visible = (key < columns[:, :1, None]).repeat(1, width, 1)
         visible.scatter_(2, columns[:, None].expand(-1, width, -1), ancestors.to(columns.device))
     if cached is not None:
-        visible[:, :, : cached.shape[1]] &= cached[:, None].to(columns.device)
+        reach = min(cached.shape[1], visible.shape[2])  # the prompt that reached further may have left
+        visible[:, :, :reach] &= cached[:, None, :reach].to(columns.device)
     return visible
 
 

@@ -176,7 +176,7 @@ class DecodingLoop:
         self.drafter.begin(len(self.rows), past)
         self.drafter.observe(taps, lengths)
         logits = outputs.logits[:, -1:].to(ids.device)
-        self._commit(outputs, logits, Proposal(ids.new_empty(len(self.rows), 0)), is_round=False)
+        self._commit(outputs, logits, self._prefixes(), Proposal(ids.new_empty(len(self.rows), 0)), is_round=False)
         if self.rows:
             anchors = self.sequences.anchors(self.rows)
             self.runner.check_continues(anchors)
@@ -208,10 +208,14 @@ class DecodingLoop:
         """Draft, verify, commit (the design's round, arXiv 2602.06036, section 3)."""
         anchors = self.sequences.anchors(self.rows)
         remaining = self._remaining()
-        prefixes = [self.sequences.prefix(row) for row in self.rows]
+        prefixes = self._prefixes()
         proposal = self.proposer.propose(self.rows, prefixes, anchors, remaining, self.tree_budget)
         outputs = self.runner.verify(torch.cat([anchors, proposal.tokens], dim=1), proposal.tree)
-        self._commit(outputs, outputs.logits.to(anchors.device), proposal, is_round=True)
+        self._commit(outputs, outputs.logits.to(anchors.device), prefixes, proposal, is_round=True)
+
+    def _prefixes(self) -> list[torch.Tensor]:
+        """What each row has committed, (1, n_b) each."""
+        return [self.sequences.prefix(row) for row in self.rows]
 
     def _remaining(self) -> int:
         """Tokens that this round may hold: what the row furthest behind may get; the others are cut at their end.
@@ -226,26 +230,31 @@ class DecodingLoop:
         most = self.runner.most_tokens()
         return remaining if most is None else min(remaining, most)
 
-    def _commit(self, outputs: Any, logits: torch.Tensor, proposal: Proposal, is_round: bool) -> None:
+    def _commit(
+        self,
+        outputs: Any,
+        logits: torch.Tensor,
+        prefixes: Sequence[torch.Tensor],
+        proposal: Proposal,
+        is_round: bool,
+    ) -> None:
         """Accept, append up to where a row stops, roll the caches back to what was kept, let stopped rows leave."""
         verdict = None
         self.num_shown = 1
         try:
-            verdict, scores = self._accept(logits, proposal)
+            verdict, scores = self._accept(logits, prefixes, proposal)
             counts, still_running = self._commit_rows(outputs, logits, scores, verdict, is_round)
         except BaseException:
             if is_round:
                 self._abandon(proposal, verdict)
             raise
         if is_round:
-            taps = self.runner.taps(outputs)
+            taps = self.runner.taps(outputs, max(counts), verdict.order)
             del outputs
-            if verdict.order is not None:
-                taps = in_order(taps, verdict.order[:, : max(counts)])
             # A row that stops short leaves; where rows cannot be ragged, the cache keeps it level with the others.
             kept = counts if self.runner.can_be_ragged else [max(counts)] * len(counts)
             self.runner.keep(kept, proposal.width, verdict.order)
-            self.drafter.observe(taps[:, : max(counts)], counts)
+            self.drafter.observe(taps, counts)
             self.proposer.learn(proposal, counts)
         self._leave(still_running)
 
@@ -261,12 +270,14 @@ class DecodingLoop:
             committed = [tokens[:level] for tokens in committed]
         counts, still_running = [], []
         for index, tokens in enumerate(committed):
-            count, stops = self._commit_row(index, tokens, outputs, logits, scores, verdict.order)
+            count, stops = self._judge_row(index, tokens, outputs, logits, scores, verdict.order)
             counts.append(count)
-            if is_round:
-                self.sequences.acceptance_lengths[self.rows[index]].append(count)
             if not stops:
                 still_running.append(index)
+        committed = [tokens[:count] for tokens, count in zip(committed, counts, strict=True)]
+        self.sequences.append(self.rows, committed, is_round)
+        if self.streamer is not None:
+            self._stream(committed[0])
         return counts, still_running
 
     def _abandon(self, proposal: Proposal, verdict: Verdict | None) -> None:
@@ -277,9 +288,10 @@ class DecodingLoop:
         kept = [self.num_shown if len(self.rows) == 1 else 1] * len(self.rows)
         self.runner.keep(kept, proposal.width, None if verdict is None else verdict.order)
 
-    def _accept(self, logits: torch.Tensor, proposal: Proposal) -> tuple[Verdict, torch.Tensor]:
+    def _accept(
+        self, logits: torch.Tensor, prefixes: Sequence[torch.Tensor], proposal: Proposal
+    ) -> tuple[Verdict, torch.Tensor]:
         """The verdict, and the processed scores (B, W or fewer, V) that it was reached on."""
-        prefixes = [self.sequences.prefix(row) for row in self.rows]
         if self.processor.is_stateful:
             return self._accept_stepwise(logits, proposal, prefixes[0])
         if proposal.tree is not None:
@@ -309,7 +321,7 @@ class DecodingLoop:
         verdict = accept_stepwise(proposal.tokens, proposal.probs, score_at, self.do_sample, ends)
         return verdict, torch.stack(seen, dim=1)
 
-    def _commit_row(
+    def _judge_row(
         self,
         index: int,
         tokens: Sequence[int],
@@ -318,7 +330,7 @@ class DecodingLoop:
         scores: torch.Tensor,
         order: torch.Tensor | None,
     ) -> tuple[int, bool]:
-        """Append a row's tokens up to where it stops; returns how many, and whether it stops."""
+        """How many of the accepted tokens a row gets before it stops, and whether it stops; keeps their records."""
         row, sequences = self.rows[index], self.sequences
         sequences.record_scores(row, scores[index, : len(tokens)], logits[index, : len(tokens)])
         count, stops = self.stop_rule.committed(
@@ -329,15 +341,16 @@ class DecodingLoop:
         )
         positions = range(count) if order is None else order[index, :count].tolist()
         self.processor.raise_errors(index, positions)
+        sequences.trim_scores(row, count)
         sequences.record_states(row, index, outputs, positions, self.runner.cache)
-        sequences.append(row, tokens[:count])
-        sequences.trim_scores(row)
-        if self.streamer is not None:
-            with ordinary_tensors():
-                for number, token in enumerate(tokens[:count], start=1):
-                    self.num_shown = number
-                    self.streamer.put(torch.tensor([token]))
         return count, stops
+
+    def _stream(self, tokens: Sequence[int]) -> None:
+        """Hand a single row's tokens to the streamer, one by one."""
+        with ordinary_tensors():
+            for number, token in enumerate(tokens, start=1):
+                self.num_shown = number
+                self.streamer.put(torch.tensor([token]))
 
     def _shown(self, row: int, tokens: Sequence[int]) -> torch.Tensor:
         """The ids (1, length) that a criterion judges after some of this round's tokens."""

@@ -13,10 +13,11 @@ Shapes: B batch, N new context tokens, K block, G key/value heads, D head size, 
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from .ordering import flat_columns, put_columns
+from .ordering import close_up, flat_columns, put_columns
 
 
 class ColumnLayout:
@@ -32,6 +33,7 @@ class ColumnLayout:
         self.lengths: list[int] = []  # context tokens seen so far, per row
         self.block_start = 0
         self.columns: slice | torch.Tensor = slice(0, 0)  # where the new context goes; a tensor is (B, N)
+        self._flat: dict[tuple[Any, ...], torch.Tensor] = {}  # `flat_columns` of this round, shared by keys and values
         self.valid: torch.Tensor | None = None  # (B, T), None where every column in use is real
         self.positions: torch.Tensor | None = None  # (B, R + K)
 
@@ -59,6 +61,7 @@ class ColumnLayout:
             self.columns = slice(first, first + num_new)
         else:
             self.columns = self._scattered_columns(before, new_lengths, num_new, position_ids.device)
+        self._flat = {}
         self.valid = None
         if len(set(in_use)) > 1:
             column = torch.arange(self.block_start + block_size, device=position_ids.device)
@@ -89,16 +92,22 @@ class ColumnLayout:
         if isinstance(self.columns, slice):
             buffer[:, :, self.columns] = states[:, :, :num_new]
         else:
-            put_columns(buffer, flat_columns(buffer, self.columns), states[:, :, :num_new])
+            key = (buffer.shape[1:3], buffer.device)
+            if key not in self._flat:
+                self._flat[key] = flat_columns(buffer, self.columns.to(buffer.device))
+            put_columns(buffer, self._flat[key], states[:, :, :num_new])
         buffer[:, :, self.block_start : self.block_start + block_size] = states[:, :, num_new:]
         return buffer
 
-    def select_rows(self, rows: torch.Tensor) -> None:
+    def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch, in this order."""
         if self.lengths:  # empty until the first round; a row may end with the prompt's first token
-            self.lengths = [self.lengths[row] for row in rows.tolist()]
-        if self.positions is not None:
-            self.positions = self.positions[rows]
+            self.lengths = [self.lengths[row] for row in rows]
+        self.positions = self.close_up(self.positions, rows)
+
+    def close_up(self, buffer: torch.Tensor | None, rows: Sequence[int]) -> torch.Tensor | None:
+        """A buffer's part that these rows are left with."""
+        return None if buffer is None else close_up(buffer, rows, self.block_start)
 
 
 class DraftCache:
@@ -146,12 +155,13 @@ class DraftCache:
         lengths = self.layer_layouts[layer_idx].lengths
         return max(lengths) if lengths else 0
 
-    def select_rows(self, rows: torch.Tensor) -> None:
-        """Keep only these rows of the batch; `rows` is an index tensor (B',)."""
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep only these rows of the batch, which are in the order of `filled_gaps`."""
         for layout in self.layouts:
             layout.select_rows(rows)
-        self.keys = [None if keys is None else keys[rows] for keys in self.keys]
-        self.values = [None if values is None else values[rows] for values in self.values]
+        for states in (self.keys, self.values):
+            for number, (layout, buffer) in enumerate(zip(self.layer_layouts, states, strict=True)):
+                states[number] = layout.close_up(buffer, rows)
 
 
 __all__ = ["DraftCache"]

@@ -79,9 +79,9 @@ class Drafter:
         return logits
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Let the other rows leave."""
+        """Let the other rows leave; `rows` are in the order of `filled_gaps`."""
         index = torch.tensor(rows, device=self.device)
-        self.cache.select_rows(index)
+        self.cache.select_rows(rows)
         self.positions = [self.positions[row] for row in rows]
         self.pending = [(taps[index], [lengths[row] for row in rows]) for taps, lengths in self.pending]
 

@@ -77,17 +77,28 @@ def tree_visibility(
     return torch.cat([context, ancestors], dim=2)
 
 
-def left_visibility(among: torch.Tensor, cached: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+def left_visibility(
+    columns: torch.Tensor, num_cached: int, ancestors: torch.Tensor | None, cached: torch.Tensor | None
+) -> torch.Tensor:
     """Which keys the tokens of a verification see where every row starts in column 0; (B, W, S + W).
 
     Args:
-        among: Which of the W tokens each of them sees, (1, W, W) or (B, W, W).
-        cached: The columns of each row that are real, (B, S) booleans.
         columns: Those of each row's tokens of the verification, (B, W).
+        num_cached: S, the columns before it of the longest row.
+        ancestors: Of a tree, (B, W, W), row a node, true for its ancestors and itself; `None`: a chain.
+        cached: Which of the first columns are real, (B, P) booleans; `None`: all.
     """
-    batch_size, width = len(cached), among.shape[-1]
-    visible = torch.nn.functional.pad(cached, (0, width))[:, None].repeat(1, width, 1)
-    return visible.scatter_(2, columns[:, None].expand(-1, width, -1), among.expand(batch_size, -1, -1))
+    width = columns.shape[1]
+    key = torch.arange(num_cached + width, device=columns.device)
+    if ancestors is None:
+        visible = key <= columns[:, :, None]
+    else:
+        visible = (key < columns[:, :1, None]).repeat(1, width, 1)
+        visible.scatter_(2, columns[:, None].expand(-1, width, -1), ancestors.to(columns.device))
+    if cached is not None:
+        reach = min(cached.shape[1], visible.shape[2])  # the prompt that reached further may have left
+        visible[:, :, :reach] &= cached[:, None, :reach].to(columns.device)
+    return visible
 
 
 __all__ = ["left_visibility", "to_attention_mask", "tree_visibility", "visible_keys"]

@@ -51,4 +51,12 @@ def filled_gaps(staying: Sequence[int]) -> list[int]:
     return [number if number in present else movers.pop() for number in range(len(staying))]
 
 
-__all__ = ["filled_gaps", "flat_columns", "in_order", "put_columns", "real_first", "take_columns"]
+def close_up(states: torch.Tensor, rows: Sequence[int], in_use: int) -> torch.Tensor:
+    """The first rows of states (B, G, T, D), into which `filled_gaps` has been written; of each, `in_use` columns."""
+    for place, row in enumerate(rows):
+        if row != place:
+            states[place, :, :in_use] = states[row, :, :in_use]
+    return states[: len(rows)]
+
+
+__all__ = ["close_up", "filled_gaps", "flat_columns", "in_order", "put_columns", "real_first", "take_columns"]

@@ -182,7 +182,7 @@ def _probe(runner: Any, block: torch.Tensor) -> torch.Tensor:
     logits = runner.verify(block).logits[:, 0]
     columns.restore()
     runner.recurrent.restore()
-    runner.length -= block.shape[1]
+    runner.layout.length -= block.shape[1]
     return logits
 
 

@@ -56,14 +56,23 @@ class Sequences:
         ids = self.buffer[row : row + 1, : self.lengths[row]]
         return torch.cat([ids, ids.new_tensor([list(extra)])], dim=1) if extra else ids
 
-    def append(self, row: int, tokens: Sequence[int]) -> None:
-        """Commit tokens to a row."""
-        start, end = self.lengths[row], self.lengths[row] + len(tokens)
-        if end > self.buffer.shape[1]:
-            room = max(end, 2 * self.buffer.shape[1]) - self.buffer.shape[1]
+    def append(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], is_round: bool = True) -> None:
+        """Commit each row's tokens, all in one write; those of the prefill belong to no round."""
+        ends = [self.lengths[row] + len(own) for row, own in zip(rows, tokens, strict=True)]
+        if max(ends) > self.buffer.shape[1]:
+            room = max(*ends, 2 * self.buffer.shape[1]) - self.buffer.shape[1]
             self.buffer = torch.nn.functional.pad(self.buffer, (0, room), value=self.pad_token_id)
-        self.buffer[row, start:end] = self.buffer.new_tensor(tokens)
-        self.lengths[row] = end
+        entries = [
+            (row, column, token)
+            for row, own in zip(rows, tokens, strict=True)
+            for column, token in enumerate(own, start=self.lengths[row])
+        ]
+        row_index, columns, new = self.buffer.new_tensor(entries).unbind(1)
+        self.buffer[row_index, columns] = new
+        for row, end, own in zip(rows, ends, tokens, strict=True):
+            self.lengths[row] = end
+            if is_round:
+                self.acceptance_lengths[row].append(len(own))
 
     def anchors(self, rows: Sequence[int]) -> torch.Tensor:
         """The last committed token of each row, (len(rows), 1)."""
@@ -93,12 +102,12 @@ class Sequences:
             return None
         return tuple(score[None] for score in self.scores[row][: self.lengths[row] - self.prompt_length + count])
 
-    def trim_scores(self, row: int) -> None:
-        """Forget records of tokens that a stopping criterion cut off."""
-        count = self.lengths[row] - self.prompt_length
+    def trim_scores(self, row: int, count: int) -> None:
+        """Of the tokens recorded for this round, keep `count`: a stopping criterion cut off the others."""
+        kept = self.lengths[row] - self.prompt_length + count
         for record in (self.scores, self.logits):
             if record is not None:
-                del record[row][count:]
+                del record[row][kept:]
 
     def record_states(self, row: int, index: int, outputs: Any, positions: Sequence[int], cache: Any) -> None:
         """Keep hidden states and attentions of some verified positions, one record a token.

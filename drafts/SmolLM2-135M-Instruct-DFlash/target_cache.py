@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from .ordering import flat_columns, put_columns, take_columns
+from .ordering import close_up, flat_columns, put_columns, take_columns
 
 
 class RowEnds:
@@ -31,12 +31,13 @@ class RowEnds:
     """
 
     def __init__(self, ends: Sequence[int], device: torch.device):
-        self.set(ends, device)
+        self.device = device
+        self.set(ends)
 
-    def set(self, ends: Sequence[int], device: torch.device) -> None:
+    def set(self, ends: Sequence[int]) -> None:
         """Move the ends; what lies behind them is free."""
         self.ends = list(ends)
-        self.column = torch.tensor(self.ends, device=device)[:, None]  # (B, 1)
+        self.column = torch.tensor(self.ends, device=self.device)[:, None]  # (B, 1)
         self._flat: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def next_columns(self, width: int) -> torch.Tensor:
@@ -89,33 +90,29 @@ class GrowingLayer(DynamicLayer):
         self.make_room(start + width)
         for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
             if self.rows is None:
-                buffer[:, :, start : start + width] = new
+                buffer.narrow(2, start, width).copy_(new)
             else:
                 put_columns(buffer, self.rows.next_flat_columns(buffer, width), new)
-        self.keys, self.values = (buffer[:, :, : start + width] for buffer in self.buffers)
+        self.keys, self.values = (buffer.narrow(2, 0, start + width) for buffer in self.buffers)
         return self.keys, self.values
 
-    def select_rows(self, rows: Sequence[int], index: torch.Tensor) -> None:
-        """Keep these rows of the batch, `index` as a tensor; those that stay in their place are not copied.
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last columns in use, whose number is given as a negative one, as `DynamicLayer.crop` takes it."""
+        if tokens_to_remove and self.is_initialized:
+            in_use = self.keys.shape[-2] - abs(tokens_to_remove)
+            self.keys, self.values = self.keys.narrow(2, 0, in_use), self.values.narrow(2, 0, in_use)
 
-        What the others held is given back once half of the memory is free.
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the batch, which are in the order of `filled_gaps`.
+
+        Those that stay in their place are not copied. What the others held is free once the buffers are outgrown.
         """
-        in_use, num_rows = self.keys.shape[-2], len(rows)
-        if not self._is_in_buffers():
-            self.reorder_cache(index)
-            return
-        end = in_use + self.room(in_use)
-        needed = self.buffers[0][:num_rows, :, :end].nbytes
-        moved = [row for row in range(num_rows) if rows[row] != row]
-        is_free = all(rows[row] >= num_rows for row in moved)  # the place that a row moves to
-        if is_free and self.buffers[0].untyped_storage().nbytes() <= 2 * needed:
-            for buffer in self.buffers:
-                for row in moved:
-                    buffer[row, :, :in_use] = buffer[rows[row], :, :in_use]
-            self.buffers = [buffer[:num_rows] for buffer in self.buffers]
+        in_use = self.keys.shape[-2]
+        if self._is_in_buffers():
+            self.buffers = [close_up(buffer, rows, in_use) for buffer in self.buffers]
+            self.keys, self.values = (buffer.narrow(2, 0, in_use) for buffer in self.buffers)
         else:
-            self.buffers = [buffer[:, :, :end].index_select(0, index.to(buffer.device)) for buffer in self.buffers]
-        self.keys, self.values = (buffer[:, :, :in_use] for buffer in self.buffers)
+            self.reorder_cache(torch.tensor(rows))
 
     def reorder_last(self, order: torch.Tensor) -> None:
         """Of the last tokens of rows that end apart, let those in `order` (B, n) stand first."""
@@ -139,9 +136,9 @@ class GrowingLayer(DynamicLayer):
         for states in (self.keys, self.values):
             batch_size, num_heads, in_use, head_dim = states.shape
             buffer = states.new_empty(batch_size, num_heads, columns + self.room(columns), head_dim)
-            if self.rows is not None:
-                buffer.zero_()  # a masked column has weight zero, which would not silence what is no number
             buffer[:, :, :in_use] = states
+            if batch_size > 1:
+                buffer[:, :, in_use:] = 0  # a masked column has weight zero, which would not silence what is no number
             buffers.append(buffer)
         self.buffers = buffers
         self.keys, self.values = (buffer[:, :, :in_use] for buffer in buffers)
@@ -159,11 +156,12 @@ class GrowingLayer(DynamicLayer):
 
 def can_grow(cache: Any) -> bool:
     """Whether all layers with columns are ones that only grow, and stay where they are."""
-    return not getattr(cache, "offloading", False) and all(type(layer) is DynamicLayer for layer in cache.layers)
+    is_offloaded = getattr(cache, "offloading", False)
+    return not is_offloaded and all(type(layer) in (DynamicLayer, GrowingLayer) for layer in cache.layers)
 
 
 def let_grow(cache: Any) -> None:
-    """Give the dynamic layers of a single row's cache room; those that are empty get it with their first tokens."""
+    """Give the dynamic layers of a cache room; those that are empty get it with their first tokens."""
     if not getattr(cache, "offloading", False):
         for number, layer in enumerate(cache.layers):
             if type(layer) is DynamicLayer:
@@ -171,33 +169,34 @@ def let_grow(cache: Any) -> None:
 
 
 def align_left(cache: Any, padding: torch.Tensor, rows: RowEnds) -> None:
-    """Give the dynamic layers of a batch room, and let every row start in column 0.
+    """Let every row of a batch start in column 0.
 
     Args:
-        cache: One that `can_grow`.
+        cache: One that `can_grow`, and has been let.
         padding: Columns of each row to drop on its left, (B,).
         rows: Where each row ends then.
     """
     width = max(rows.ends)
     is_aligned = min(rows.ends) == width == cache.get_seq_length()
-    for number, layer in enumerate(cache.layers):
+    for layer in cache.layers:
         if not layer.is_initialized:
             continue
+        layer.rows = rows
+        layer.make_room(width + 1)  # at once, so that no more than one layer is held twice
         if not is_aligned:
             device = layer.keys.device
             columns = torch.arange(width, device=device) + padding[:, None].to(device)
             columns = columns.clamp_max(layer.keys.shape[-2] - 1)
-            layer.keys, layer.values = take_columns(layer.keys, columns), take_columns(layer.values, columns)
-        cache.layers[number] = growing = GrowingLayer(layer, rows)
-        growing.make_room(width + 1)  # at once, so that no more than one layer is held twice
+            for buffer in layer.buffers:
+                buffer[:, :, :width] = take_columns(buffer, columns)
+            layer.crop(width - layer.keys.shape[-2])
 
 
-def select_rows(cache: Any, rows: Sequence[int], device: torch.device) -> None:
-    """Let the other rows leave a cache whose layers are aligned on the left."""
-    index = torch.tensor(rows, device=device)
+def select_rows(cache: Any, rows: Sequence[int]) -> None:
+    """Let the other rows leave a cache whose layers are aligned on the left; `rows` as `filled_gaps` orders them."""
     for layer in cache.layers:
         if isinstance(layer, GrowingLayer):
-            layer.select_rows(rows, index)
+            layer.select_rows(rows)
 
 
 def give_back(cache: Any, is_kept: bool) -> None:

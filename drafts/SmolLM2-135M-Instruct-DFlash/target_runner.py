@@ -16,12 +16,12 @@ from transformers.cache_utils import DynamicLayer
 from .attention import grouped_queries
 from .compat import CACHE_KEY, get_cache, hidden_states_request, layer_outputs
 from .finished_rows import FinishedRows
-from .masks import left_visibility, to_attention_mask, tree_visibility
-from .ordering import real_first
+from .ordering import in_order, real_first
 from .recurrent import RecurrentStates, check_multi_token_forward
-from .rollback import LINEAR, can_realign, crop, free_columns, realign, record_past, reorder_last
+from .rollback import LINEAR, can_realign, free_columns, record_past, reorder_last
 from .rope_limits import RopeLimits
-from .target_cache import GrowingLayer, RowEnds, align_left, give_back, let_grow, select_rows
+from .row_layout import LeftAligned, RightAligned
+from .target_cache import GrowingLayer, give_back, let_grow
 from .tree import Tree
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -52,17 +52,13 @@ class TargetRunner:
         self.model_kwargs = dict(model_kwargs)
         self.hidden_state_selection = True if capture_all else hidden_states_request(target_layer_ids)
         self.cache = get_cache(self.model_kwargs)
-        self.attention_mask: torch.Tensor | None = self.model_kwargs.get("attention_mask")  # (B, S)
         position_ids = self.model_kwargs.get("position_ids")
         self.last_position = None if position_ids is None else position_ids[..., -1:]  # (B, 1) or (R, B, 1)
         self.recurrent: RecurrentStates | None = None
         self.rope_limits = RopeLimits.of(target)
         config = target.config.get_text_config(decoder=True)
         self.num_positions = getattr(config, "max_position_embeddings", 0)
-        self.attention = config._attn_implementation
-        self.length = 0  # columns of the cache
-        self.padding: list[int] = []  # columns that are not a row's: on its left; behind it where `left` is set
-        self.left: RowEnds | None = None  # where rows end that are aligned on the left
+        self.layout: RightAligned | LeftAligned  # of the cache, once there is a prompt in it
         self.finished: FinishedRows | None = None  # of a batch whose cache the caller will see
 
     def prefill(self, input_ids: torch.Tensor) -> tuple[Any, torch.Tensor, list[int], int]:
@@ -80,7 +76,7 @@ class TargetRunner:
             if get_ident() == thread:  # other threads may be generating with this target
                 chunks.append(self.taps(output))
 
-        if len(input_ids) == 1 and self.cache is not None:
+        if self.cache is not None:
             let_grow(self.cache)  # from the first token on, or the prompt would be copied
         lent = self.cache
         handle = self.target.register_forward_hook(collect)
@@ -99,16 +95,15 @@ class TargetRunner:
             )
         record_past(self.cache)
         taps = torch.cat(chunks, dim=1) if len(chunks) > 1 else chunks[0]
-        self.length = past + taps.shape[1]
+        mask = self.model_kwargs.get("attention_mask")  # (B, S)
+        self.layout = RightAligned(self.target, self.cache, past + taps.shape[1], mask, len(taps))
         self.can_be_ragged = can_realign(self.cache)
         if any(isinstance(layer, LINEAR) for layer in self.cache.layers):
             self.recurrent = RecurrentStates(self.target, self.cache)
-        taps, lengths = self._unpad(taps)
-        if len(lengths) == 1:
-            let_grow(self.cache)
-        elif self.is_cache_seen and FinishedRows.can_store(self.cache):
-            self.finished = FinishedRows(self.padding)
-        return outputs, taps, lengths, past
+        let_grow(self.cache)
+        if len(taps) > 1 and self.is_cache_seen and FinishedRows.can_store(self.cache):
+            self.finished = FinishedRows(self.layout.padding)
+        return outputs, *_unpadded(taps, mask), past
 
     @property
     def is_cache_seen(self) -> bool:
@@ -117,16 +112,7 @@ class TargetRunner:
 
     def align_left(self) -> None:
         """Let the rows of a batch start in one column, so that none moves when they keep different numbers."""
-        mask = self._extended_mask(0, required=True)
-        ends = self._counts()
-        self.left = RowEnds(ends, self.target.device)
-        padding = torch.tensor(self.padding, device=mask.device)
-        columns = torch.arange(max(ends), device=mask.device) + padding[:, None]
-        is_there = columns < mask.shape[1]
-        self.attention_mask = mask.bool().gather(1, columns.clamp_max(mask.shape[1] - 1)) & is_there
-        align_left(self.cache, padding, self.left)
-        self.length = max(ends)
-        self.padding = [self.length - end for end in ends]
+        self.layout = LeftAligned(self.layout)
 
     def check_continues(self, anchors: torch.Tensor) -> None:
         """Refuse a recurrent target that cannot verify several tokens at once; `anchors` is (B, 1).
@@ -139,11 +125,11 @@ class TargetRunner:
 
     def most_tokens(self) -> int | None:
         """How many tokens the next verification may hold; `None`: any number."""
-        return self.rope_limits.width_at(self.length - min(self.padding))
+        return self.rope_limits.width_at(max(self.layout.counts))
 
     def free_positions(self) -> int:
         """How many positions the target was made for lie behind those of the longest row."""
-        return self.num_positions - (self.length - min(self.padding))
+        return self.num_positions - max(self.layout.counts)
 
     def verify(self, block_ids: torch.Tensor, tree: Tree | None = None) -> Any:
         """Run anchor and candidates (B, W), a chain or a tree, behind the cache; logits (B, W, V)."""
@@ -152,10 +138,7 @@ class TargetRunner:
             key: value for key, value in self.model_kwargs.items() if key not in ("attention_mask", "position_ids")
         }
         kwargs[CACHE_KEY] = self.cache
-        if self.left is not None:
-            kwargs["attention_mask"] = self._left_mask(width, tree)
-        else:
-            kwargs["attention_mask"] = self._extended_mask(width) if tree is None else self._tree_mask(tree)
+        kwargs["attention_mask"] = self.layout.mask(width, tree)
         if self.last_position is not None:
             device = self.last_position.device
             depth = torch.arange(width, device=device) if tree is None else tree.depths.to(device)
@@ -173,12 +156,15 @@ class TargetRunner:
         except BaseException:
             self._take_back_unfinished()
             raise
-        self.length += width
+        self.layout.length += width
         return outputs
 
-    def taps(self, outputs: Any) -> torch.Tensor:
-        """The tapped layer outputs of a forward, concatenated: (B, W, L * H)."""
-        return tapped_states(self.target, outputs, self.target_layer_ids)
+    def taps(self, outputs: Any, count: int | None = None, order: torch.Tensor | None = None) -> torch.Tensor:
+        """The tapped layer outputs of a forward, concatenated, of its first `count` tokens: (B, count, L * H).
+
+        `order` (B, W) says in which order they count: a tree's kept path first.
+        """
+        return tapped_states(self.target, outputs, self.target_layer_ids, count, order)
 
     def keep(self, counts: Sequence[int], width: int, order: torch.Tensor | None = None) -> None:
         """Keep the first `counts[b]` of the `width` tokens of the last verification, of every row.
@@ -190,15 +176,7 @@ class TargetRunner:
         if self.recurrent is not None:
             self.recurrent.keep(counts, width)
         most = max(counts)
-        if self.left is not None:
-            self._set_ends([end + count for end, count in zip(self.left.ends, counts, strict=True)])
-        elif min(counts) == most:
-            crop(self.cache, width - most)
-            self.length += most - width
-            if self.attention_mask is not None:
-                self.attention_mask = self._extended_mask(most)
-        else:
-            self._keep_ragged(counts, width)
+        self.layout.keep(counts, width)
         if self.last_position is not None:
             if min(counts) == most:
                 self.last_position = self.last_position + most
@@ -209,7 +187,7 @@ class TargetRunner:
     def restore_rows(self) -> None:
         """Give the caller's cache the rows back that have left it."""
         if self.finished is not None:
-            self.finished.restore(self.cache, self._spans(), self._counts())
+            self.finished.restore(self.cache, self.layout.spans, self.layout.counts)
 
     def close(self) -> None:
         """Leave no trace on the target and its cache, which stands for all tokens but the last."""
@@ -233,28 +211,17 @@ class TargetRunner:
         if self.finished is not None:
             self._store_finished(rows, anchors)
         index = torch.tensor(rows, device=self.target.device)
-        if self.attention_mask is not None:
-            self.attention_mask = self.attention_mask[index.to(self.attention_mask.device)]
         if self.last_position is not None:
             self.last_position = self.last_position.index_select(-2, index.to(self.last_position.device))
         for key in TOKEN_TYPES:
             if (types := self.model_kwargs.get(key)) is not None:
                 self.model_kwargs[key] = types[index.to(types.device)]
-        self.padding = [self.padding[row] for row in rows]
-        if self.left is not None:  # first, so that no more is copied than is needed
-            self.left.set([self.left.ends[row] for row in rows], self.target.device)
-            self._set_ends(self.left.ends)
-            select_rows(self.cache, rows, index.device)
-            return
-        self.cache.reorder_cache(index)
-        spare = min(self.padding)
-        if spare and can_realign(self.cache):
-            self._realign([0] * len(rows), self.length - spare)
+        self.layout.select_rows(rows)
 
     def _store_finished(self, staying: Sequence[int], anchors: torch.Tensor | None) -> None:
         """Keep what the caller's cache shall have of the rows that leave, their last tokens included."""
-        leaving = [row for row in range(len(self.padding)) if row not in staying]
-        self.finished.store(self.cache, leaving, self._spans(), self._counts())
+        leaving = [row for row in range(len(self.layout.padding)) if row not in staying]
+        self.finished.store(self.cache, leaving, self.layout.spans, self.layout.counts)
         if anchors is not None:
             self.store_last_tokens(leaving, anchors)
         self.finished.select_rows(staying)
@@ -262,89 +229,18 @@ class TargetRunner:
     def store_last_tokens(self, rows: Sequence[int], anchors: torch.Tensor) -> None:
         """Keep what the last tokens of some rows, among those of all rows (B, 1), add to the caller's cache."""
         if self.finished is not None and free_columns(self.cache):
+            columns = self.layout.next_column
             self.verify(anchors)
-            ends = [slice(-1, None)] * len(self.padding)
-            if self.left is not None:
-                ends = [slice(end, end + 1) for end in self.left.ends]
-            self.finished.store_last(self.cache, rows, ends)
-            self.keep([0] * len(self.padding), 1)
+            self.finished.store_last(self.cache, rows, columns)
+            self.keep([0] * len(anchors), 1)
 
     def _take_back_unfinished(self) -> None:
         """A forward has failed somewhere, and the layers before have written: leave all as they were."""
         for layer in self.cache.layers:
             if type(layer) in (DynamicLayer, GrowingLayer) and layer.is_initialized:
-                layer.crop(min(0, self.length - layer.keys.shape[-2]))
+                layer.crop(min(0, self.layout.length - layer.keys.shape[-2]))
         if self.recurrent is not None:
             self.recurrent.restore()
-
-    def _counts(self) -> list[int]:
-        """Tokens of every row in the cache."""
-        return [self.length - padding for padding in self.padding]
-
-    def _spans(self) -> list[slice]:
-        """The columns they are in."""
-        return [slice(-count, None) if self.left is None else slice(count) for count in self._counts()]
-
-    def _set_ends(self, ends: Sequence[int]) -> None:
-        """Let rows that are aligned on the left end elsewhere. Nothing is moved."""
-        before = self.left.column.to(self.attention_mask.device)
-        self.left.set(ends, self.target.device)
-        crop(self.cache, self.length - max(ends))
-        self.length = max(ends)
-        self.padding = [self.length - end for end in ends]
-        column = torch.arange(self.length, device=before.device)
-        is_new = (column >= before) & (column < self.left.column.to(before.device))
-        room = self.length - self.attention_mask.shape[1]
-        self.attention_mask = torch.nn.functional.pad(self.attention_mask, (0, room)) | is_new
-
-    def _keep_ragged(self, counts: Sequence[int], width: int) -> None:
-        removed = [width - count for count in counts]
-        padding = [pad + max(counts) - count for pad, count in zip(self.padding, counts, strict=True)]
-        self.attention_mask = self._extended_mask(width, required=True)
-        spare = min(padding)
-        self.padding = padding
-        self._realign(removed, self.length - min(removed) - spare)
-
-    def _realign(self, removed: list[int], new_length: int) -> None:
-        """Move every row to the right edge of `new_length` columns, in the cache and in the mask."""
-        offset = torch.tensor(removed, device=self.target.device)
-        realign(self.cache, offset, new_length)
-        columns = self.attention_mask.shape[1]
-        device = self.attention_mask.device
-        index = torch.arange(columns - new_length, columns, device=device) - offset[:, None].to(device)
-        self.attention_mask = self.attention_mask.gather(1, index.clamp_min(0)) * (index >= 0)
-        spare = min(self.padding)
-        self.padding = [pad - spare for pad in self.padding]
-        self.length = new_length
-
-    def _extended_mask(self, width: int, required: bool = False) -> torch.Tensor | None:
-        """The mask (B, S + W) once `width` more tokens are there; `None` where nothing is masked."""
-        mask = self.attention_mask
-        if mask is None:
-            if not required:
-                return None
-            return torch.ones(len(self.padding), self.length, dtype=torch.long, device=self.target.device)
-        return torch.cat([mask, mask.new_ones(mask.shape[0], width)], dim=1)
-
-    def _tree_mask(self, tree: Tree) -> Any:
-        """The ancestors-only mask in the form that the target takes: one, or one per layer type."""
-        windows = {getattr(layer, "sliding_window", None) for layer in self.cache.layers}
-        masks = {
-            "full_attention" if window is None else "sliding_attention": to_attention_mask(
-                tree_visibility(tree.ancestors, tree.depths, self.attention_mask, self.length, window),
-                self.attention,
-                self.target.dtype,
-            )
-            for window in windows
-        }
-        return masks if len(masks) > 1 else next(iter(masks.values()))
-
-    def _left_mask(self, width: int, tree: Tree | None) -> Any:
-        """The mask of a chain or a tree behind rows that are aligned on the left."""
-        device = self.attention_mask.device
-        among = torch.ones(1, width, width, dtype=torch.bool).tril() if tree is None else tree.ancestors
-        visible = left_visibility(among.to(device), self.attention_mask, self.left.next_columns(width).to(device))
-        return to_attention_mask(visible, self.attention, self.target.dtype)
 
     def _extend_token_types(self, kwargs: dict[str, Any], batch_size: int, width: int) -> None:
         """Candidates are text: token types repeat the last one, multimodal types are zero (as `generate` does)."""
@@ -359,20 +255,26 @@ class TargetRunner:
             return 0
         return int(self.cache.get_seq_length())
 
-    def _unpad(self, taps: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """Move every row's real tokens to the front; the draft's cache is aligned on the left."""
-        batch_size, num_tokens = taps.shape[:2]
-        self.padding = [0] * batch_size
-        if self.attention_mask is None:
-            return taps, [num_tokens] * batch_size
-        real = self.attention_mask.bool()  # (B, S)
-        self.padding = real.long().argmax(dim=1).tolist()
-        real = real[:, -num_tokens:]
-        return real_first(taps, real), real.sum(dim=1).tolist()
+
+def _unpadded(taps: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[torch.Tensor, list[int]]:
+    """Every row's real tokens first, as the draft's cache has them, and their numbers; `taps` (B, n, L * H)."""
+    batch_size, num_tokens = taps.shape[:2]
+    if attention_mask is None:
+        return taps, [num_tokens] * batch_size
+    real = attention_mask[:, -num_tokens:].bool()
+    return real_first(taps, real), real.sum(dim=1).tolist()
 
 
-def tapped_states(target: Any, outputs: Any, layer_ids: Sequence[int]) -> torch.Tensor:
+def tapped_states(
+    target: Any,
+    outputs: Any,
+    layer_ids: Sequence[int],
+    count: int | None = None,
+    order: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Concatenate the tapped layer outputs, (B, S, L * H), wherever the target's layers live.
+
+    With `count`, those of the first `count` tokens, in turn or in an `order` (B, S).
 
     Raises:
         ValueError: If a layer's output is not one state per token.
@@ -385,7 +287,9 @@ def tapped_states(target: Any, outputs: Any, layer_ids: Sequence[int]) -> torch.
             f"The layers of {type(target).__name__} put out several streams per token, {tuple(odd.shape)}, but "
             "a draft reads one hidden state per token, (batch, tokens, hidden); generate without `assistant_model`."
         )
-    return torch.cat([state.to(states[0].device) for state in states], dim=-1)
+    if order is not None:
+        states = [in_order(state, order[:, :count]) for state in states]
+    return torch.cat([state[:, :count].to(states[0].device) for state in states], dim=-1)
 
 
 __all__ = ["TargetRunner", "tapped_states"]

@@ -59,12 +59,12 @@ def _try(runner: Any, anchors: torch.Tensor) -> tuple[str | None, bool]:
         Why not, or `None`; and whether that is so for good.
     """
     name = type(runner.target).__name__
-    length = runner.length
+    length = runner.layout.length
     columns = ColumnSnapshot(runner.cache)
     try:
         alone = runner.verify(torch.cat([anchors, anchors], dim=1)).logits[:, -1]
         columns.restore()
-        runner.length = length
+        runner.layout.length = length
         second = runner.verify(torch.cat([anchors, torch.zeros_like(anchors), anchors], dim=1), _siblings(anchors))
         second = second.logits[:, -1]
         siblings_differ = not torch.allclose(alone, second, rtol=0, atol=tolerance(alone))
@@ -76,7 +76,7 @@ def _try(runner: Any, anchors: torch.Tensor) -> tuple[str | None, bool]:
         return f"{name} takes no 4-D mask ({first_line})", True
     finally:
         columns.restore()
-        runner.length = length
+        runner.layout.length = length
     return f"{name} ignores a 4-D mask" if siblings_differ else None, is_certain
 
 

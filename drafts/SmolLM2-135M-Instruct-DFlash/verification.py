@@ -7,6 +7,7 @@ the first one falls, the token comes from norm(max(p - q, 0)); behind a block th
 Shapes: B batch, P proposals, V vocabulary.
 """
 
+import math
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 
@@ -41,12 +42,33 @@ def accept_greedy(candidates: torch.Tensor, scores: torch.Tensor) -> Verdict:
 
 
 def best_tokens(scores: torch.Tensor) -> torch.Tensor:
-    """The token that greedy `generate` takes at each position of (..., V) scores: the first of the best.
+    """The token (B, W) that greedy `generate` takes at each position of scores (B, W, V): the first of the best.
 
-    It compares in float32: rounding float64 scores can create ties. Narrower types are exact. `max` finds the same
-    index as `argmax`, three times as fast on a CPU.
+    It compares in float32: rounding float64 scores can create ties. Narrower types are exact.
     """
-    return (scores.float() if scores.dtype == torch.float64 else scores).max(dim=-1).indices
+    scores = scores.float() if scores.dtype == torch.float64 else scores
+    size = math.gcd(scores.shape[-1], 512)
+    if scores.device.type != "cpu" or size < 64 or scores.numel() < 2**20:
+        return scores.max(dim=-1).indices  # the same as `argmax`, and three times as fast on a CPU
+    # A CPU finds what is best far faster than where: only the first part of a vocabulary that has it is searched.
+    parts = scores.unflatten(-1, (-1, size))  # (B, W, V / size, size)
+    part = _best_of_each(parts).max(dim=-1).indices  # (B, W)
+    row, column = torch.arange(part.shape[0])[:, None], torch.arange(part.shape[1])
+    return part * size + parts[row, column, part].max(dim=-1).indices
+
+
+def _best_of_each(parts: torch.Tensor) -> torch.Tensor:
+    """The largest of each part (B, W, n, size), (B, W, n), or integers in the same order.
+
+    The bits of positive numbers are in the order of the numbers, and 16 of them are compared three times as fast as
+    integers. Only a sum tells whether there is what is no number, which `max` would choose.
+    """
+    if parts.dtype.itemsize == 2:
+        bits = parts.view(torch.int16).amax(dim=-1)
+        is_positive, has_nan = (bits.amax(dim=-1) > 0).all(), parts.sum(dim=(-2, -1)).isnan().any()
+        if bool(is_positive & ~has_nan):
+            return bits
+    return parts.amax(dim=-1)
 
 
 def accept_sampled(candidates: torch.Tensor, draft_probs: torch.Tensor | None, scores: torch.Tensor) -> Verdict:
