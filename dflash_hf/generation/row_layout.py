@@ -152,7 +152,6 @@ class LeftAligned(RowLayout):
         if rows.attention_mask is not None:
             self.attention_mask = _holes(rows.attention_mask, padding, self.ends.ends)
         align_left(self.cache, padding, self.ends)
-        self.length = max(self.ends.ends)
         self._end_at(self.ends.ends)
 
     @property
@@ -182,7 +181,6 @@ class LeftAligned(RowLayout):
 
     def _end_at(self, ends: Sequence[int]) -> None:
         self.ends.set(ends)
-        crop(self.cache, self.length - max(ends))
         self.length = max(ends)
         self.padding = [self.length - end for end in ends]
 
