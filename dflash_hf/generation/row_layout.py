@@ -40,6 +40,7 @@ class RowLayout:
         self.length = length
         self.attention_mask = attention_mask
         self.padding: list[int] = []
+        self._form = target.config.get_text_config(decoder=True)._attn_implementation, target.dtype
 
     @property
     def counts(self) -> list[int]:
@@ -53,8 +54,7 @@ class RowLayout:
             self.attention_mask = self.attention_mask[torch.tensor(rows, device=self.attention_mask.device)]
 
     def _in_the_targets_form(self, visible: torch.Tensor) -> Any:
-        implementation = self.target.config.get_text_config(decoder=True)._attn_implementation
-        return to_attention_mask(visible, implementation, self.target.dtype)
+        return to_attention_mask(visible, *self._form)
 
 
 class RightAligned(RowLayout):
@@ -152,6 +152,7 @@ class LeftAligned(RowLayout):
         if rows.attention_mask is not None:
             self.attention_mask = _holes(rows.attention_mask, padding, self.ends.ends)
         align_left(self.cache, padding, self.ends)
+        self.length = max(self.ends.ends)
         self._end_at(self.ends.ends)
 
     @property
@@ -181,6 +182,7 @@ class LeftAligned(RowLayout):
 
     def _end_at(self, ends: Sequence[int]) -> None:
         self.ends.set(ends)
+        crop(self.cache, self.length - max(ends))
         self.length = max(ends)
         self.padding = [self.length - end for end in ends]
 

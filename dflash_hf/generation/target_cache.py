@@ -88,7 +88,7 @@ class GrowingLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
-        start, width = self.get_seq_length(), key_states.shape[-2]
+        start, width = self.keys.shape[-2], key_states.shape[-2]
         self.make_room(start + width)
         for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
             if self.rows is None:
@@ -97,10 +97,6 @@ class GrowingLayer(DynamicLayer):
                 put_columns(buffer, self.rows.next_flat_columns(buffer, width), new)
         self.keys, self.values = (buffer.narrow(2, 0, start + width) for buffer in self.buffers)
         return self.keys, self.values
-
-    def get_seq_length(self) -> int:
-        """Columns in use. Rows that end apart say so themselves; `keys` are then as the last forward left them."""
-        return super().get_seq_length() if self.rows is None else max(self.rows.ends)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last columns in use, whose number is given as a negative one, as `DynamicLayer.crop` takes it."""
@@ -113,7 +109,7 @@ class GrowingLayer(DynamicLayer):
 
         Those that stay in their place are not copied. What the others held is free once the buffers are outgrown.
         """
-        in_use = self.get_seq_length()
+        in_use = self.keys.shape[-2]
         if self._is_in_buffers():
             self.buffers = [close_up(buffer, rows, in_use) for buffer in self.buffers]
             self.keys, self.values = (buffer.narrow(2, 0, in_use) for buffer in self.buffers)
@@ -128,7 +124,6 @@ class GrowingLayer(DynamicLayer):
 
     def give_back(self, is_kept: bool) -> DynamicLayer:
         """The caller's layer with everything in it; without room to spare if it `is_kept`."""
-        self.crop(self.get_seq_length() - self.keys.shape[-2] if self.is_initialized else 0)
         own = ("original", "rows", "buffers")
         self.original.__dict__.update({name: value for name, value in vars(self).items() if name not in own})
         if is_kept and self._is_in_buffers():

@@ -44,8 +44,8 @@ def accept_greedy(candidates: torch.Tensor, scores: torch.Tensor) -> Verdict:
 def best_tokens(scores: torch.Tensor, is_guess: bool = False) -> torch.Tensor:
     """The token (B, W) that greedy `generate` takes at each position of scores (B, W, V): the first of the best.
 
-    It compares in float32: rounding float64 scores can create ties. Narrower types are exact. A guess, which is verified
-    anyway, may overlook what is no number.
+    It compares in float32: rounding float64 scores can create ties. Narrower types are exact. A guess may overlook
+    what is no number, as it is verified anyway.
     """
     scores = scores.float() if scores.dtype == torch.float64 else scores
     size = math.gcd(scores.shape[-1], 512)

@@ -339,7 +339,9 @@ class DecodingLoop:
             lambda n: self._shown(row, tokens[:n]),
             lambda n: sequences.scores_at(row, n),
         )
-        positions = range(count) if order is None else order[index, :count].tolist()
+        positions: Sequence[int] = range(count)
+        if order is not None and (self.processor.errors or sequences.records_states):
+            positions = order[index, :count].tolist()
         self.processor.raise_errors(index, positions)
         sequences.trim_scores(row, count)
         sequences.record_states(row, index, outputs, positions, self.runner.cache)

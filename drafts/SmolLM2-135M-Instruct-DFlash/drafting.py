@@ -137,7 +137,7 @@ def choose_candidates(
 
 def _choose(scores: torch.Tensor, do_sample: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     if not do_sample:
-        return best_tokens(scores), None
+        return best_tokens(scores, is_guess=True), None
     probs = to_float32(scores).softmax(dim=-1)
     # A draft may overflow, or its own vocabulary may have no token that the processors allow; any guess is lossless.
     probs = torch.where(probs.sum(dim=-1, keepdim=True).isfinite(), probs, 1.0 / probs.shape[-1])

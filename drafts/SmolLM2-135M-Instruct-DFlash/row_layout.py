@@ -40,6 +40,7 @@ class RowLayout:
         self.length = length
         self.attention_mask = attention_mask
         self.padding: list[int] = []
+        self._form = target.config.get_text_config(decoder=True)._attn_implementation, target.dtype
 
     @property
     def counts(self) -> list[int]:
@@ -53,8 +54,7 @@ class RowLayout:
             self.attention_mask = self.attention_mask[torch.tensor(rows, device=self.attention_mask.device)]
 
     def _in_the_targets_form(self, visible: torch.Tensor) -> Any:
-        implementation = self.target.config.get_text_config(decoder=True)._attn_implementation
-        return to_attention_mask(visible, implementation, self.target.dtype)
+        return to_attention_mask(visible, *self._form)
 
 
 class RightAligned(RowLayout):

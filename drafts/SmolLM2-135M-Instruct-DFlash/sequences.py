@@ -109,12 +109,17 @@ class Sequences:
             if record is not None:
                 del record[row][kept:]
 
+    @property
+    def records_states(self) -> bool:
+        """Whether `record_states` has anything to do."""
+        return self.hidden_states is not None or self.attentions is not None
+
     def record_states(self, row: int, index: int, outputs: Any, positions: Sequence[int], cache: Any) -> None:
         """Keep hidden states and attentions of some verified positions, one record a token.
 
         `row` is the row of the batch, `index` its place in `outputs`. The prompt is one record, as in `generate`.
         """
-        if self.hidden_states is None and self.attentions is None:
+        if not self.records_states:
             return
         is_prompt = self.lengths[row] == self.prompt_length
         steps = [slice(0, None)] if is_prompt else [slice(i, i + 1) for i in positions]

@@ -60,18 +60,20 @@ class GrowingLayer(DynamicLayer):
 
     Args:
         layer: The caller's, whose contents this layer takes over until `give_back`.
-        rows: Where each row ends; `None`: all where `keys` does.
+
+    Attributes:
+        rows: Where each row ends, once `align_left` has been called; `None`: all where `keys` does.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
 
-    def __init__(self, layer: DynamicLayer, rows: RowEnds | None = None):
+    def __init__(self, layer: DynamicLayer):
         super().__init__()
         self.__dict__.update(vars(layer))
         self.original = layer
         layer.keys = layer.values = None  # or it would keep what the buffers replace
-        self.rows = rows
+        self.rows: RowEnds | None = None
         self.buffers: list[torch.Tensor] = []
 
     @staticmethod

@@ -41,10 +41,11 @@ def accept_greedy(candidates: torch.Tensor, scores: torch.Tensor) -> Verdict:
     return Verdict(tokens, accepted)
 
 
-def best_tokens(scores: torch.Tensor) -> torch.Tensor:
+def best_tokens(scores: torch.Tensor, is_guess: bool = False) -> torch.Tensor:
     """The token (B, W) that greedy `generate` takes at each position of scores (B, W, V): the first of the best.
 
-    It compares in float32: rounding float64 scores can create ties. Narrower types are exact.
+    It compares in float32: rounding float64 scores can create ties. Narrower types are exact. A guess may overlook
+    what is no number, as it is verified anyway.
     """
     scores = scores.float() if scores.dtype == torch.float64 else scores
     size = math.gcd(scores.shape[-1], 512)
@@ -52,12 +53,12 @@ def best_tokens(scores: torch.Tensor) -> torch.Tensor:
         return scores.max(dim=-1).indices  # the same as `argmax`, and three times as fast on a CPU
     # A CPU finds what is best far faster than where: only the first part of a vocabulary that has it is searched.
     parts = scores.unflatten(-1, (-1, size))  # (B, W, V / size, size)
-    part = _best_of_each(parts).max(dim=-1).indices  # (B, W)
+    part = _best_of_each(parts, is_guess).max(dim=-1).indices  # (B, W)
     row, column = torch.arange(part.shape[0])[:, None], torch.arange(part.shape[1])
     return part * size + parts[row, column, part].max(dim=-1).indices
 
 
-def _best_of_each(parts: torch.Tensor) -> torch.Tensor:
+def _best_of_each(parts: torch.Tensor, is_guess: bool) -> torch.Tensor:
     """The largest of each part (B, W, n, size), (B, W, n), or integers in the same order.
 
     The bits of positive numbers are in the order of the numbers, and 16 of them are compared three times as fast as
@@ -65,8 +66,8 @@ def _best_of_each(parts: torch.Tensor) -> torch.Tensor:
     """
     if parts.dtype.itemsize == 2:
         bits = parts.view(torch.int16).amax(dim=-1)
-        is_positive, has_nan = (bits.amax(dim=-1) > 0).all(), parts.sum(dim=(-2, -1)).isnan().any()
-        if bool(is_positive & ~has_nan):
+        is_positive = bool((bits.amax(dim=-1) > 0).all())
+        if is_positive and (is_guess or not parts.sum(dim=(-2, -1)).isnan().any()):
             return bits
     return parts.amax(dim=-1)
 
