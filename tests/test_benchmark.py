@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from dflash_hf.cli import main
 from dflash_hf.evaluation.methods import METHODS
+from dflash_hf.evaluation.models import readable
 from dflash_hf.evaluation.record import SCHEMA_VERSION, read_record
 from dflash_hf.evaluation.sample_log import only_run
 from evaluation_helpers import save_tiny_pair, tiny_tokenizer
@@ -509,3 +510,35 @@ def test_the_embedded_pair_in_bf16_is_never_wrong(tmp_path: Path) -> None:
     assert main(["benchmark", *tasks, *methods, "--dtype", "bfloat16", "--no-plots"]) == 0
     rows = read_record(tmp_path / "benchmark.json")["rows"]
     assert len(rows) == 6 and all(row["correct"] for row in rows)
+
+
+def test_model_that_cannot_be_reached_is_named() -> None:
+    def load() -> None:
+        raise OSError("no connection to the Hub")
+
+    with pytest.raises(OSError, match=r"^org/assistant cannot be loaded: no connection to the Hub$"):
+        readable("org/assistant", load)
+
+
+def test_resumed_run_is_told_what_the_user_changed(
+    finished: Path, pair: tuple[str, str], prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not which models' weights differ, which follows from it."""
+    assert main(command(pair, prompts, finished, methods=ALL[:1])) == 2
+    assert 'holds a run whose `methods` is {"plain"' in capsys.readouterr().err
+    log = json.loads((finished / "samples.jsonl").read_text().splitlines()[0])
+    keys = list(log["run"])
+    assert keys.index("assistant") < keys.index("fingerprints")
+
+
+def test_time_left_is_judged_by_what_this_run_measures(
+    pair: tuple[str, str], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prompts of an earlier run were there at once, and say nothing of how long the others take."""
+    assert main(command(pair, prompts, tmp_path, methods=("plain",))) == 0
+    log = tmp_path / "samples.jsonl"
+    log.write_text("".join(line + "\n" for line in log.read_text().splitlines()[:-1]))
+    capsys.readouterr()
+    assert main(command(pair, prompts, tmp_path, methods=("plain",))) == 0
+    first = re.search(r"prompts: [^/]*?(\d+)/(\d+) \[00:00<\?", capsys.readouterr().err)
+    assert first is not None and int(first[1]) == int(first[2]) - 1

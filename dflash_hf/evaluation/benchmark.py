@@ -138,7 +138,7 @@ def load_assistant(args: argparse.Namespace, pair: Pair) -> Any:
         return None
     from .models import load_target
 
-    return load_target(args.assistant, pair.target.dtype, str(pair.target.device))[0]
+    return load_target(args.assistant, pair.target.dtype, str(pair.target.device), role="assistant")[0]
 
 
 def run_settings(runner: Runner, args: argparse.Namespace, methods: list[Method]) -> dict[str, Any]:
@@ -155,9 +155,10 @@ def run_settings(runner: Runner, args: argparse.Namespace, methods: list[Method]
         "dtype": str(pair.target.dtype).removeprefix("torch."),
         "device": str(pair.target.device),
         "attention": [model.config._attn_implementation for model in (pair.target, pair.draft)],
-        "fingerprints": {name: fingerprint(model) for name, model in models.items() if model is not None},
         "methods": {method.name: method.settings for method in methods},
         **{name: getattr(args, name) for name in names},
+        # Behind what a user sets: where runs differ, the first difference is named.
+        "fingerprints": {name: fingerprint(model) for name, model in models.items() if model is not None},
         "commit": commit(),
         "versions": versions(),
         "hardware": hardware(pair.target.device),
@@ -168,9 +169,9 @@ def measure_missing(measurer: Measurer, log: SampleLog, samples: list[tasks.Samp
     """Measure every prompt that has no line yet, under a progress bar."""
     from tqdm import tqdm
 
-    total = sum(len(sample.turns) for sample in samples)
-    added = 0
-    with tqdm(total=total, desc="prompts", unit="prompt", dynamic_ncols=True) as bar:
+    turns = [(sample.task, sample.index, turn) for sample in samples for turn in range(len(sample.turns))]
+    done = sum(log.has(*turn) for turn in turns)  # they are no measure of the time left
+    with tqdm(total=len(turns), initial=done, desc="prompts", unit="prompt", dynamic_ncols=True) as bar:
         for number, (sample, turn, prompt_ids) in enumerate(prompts(samples, measurer, log, args)):
             line = log.find(sample.task, sample.index, turn)
             if line is not None:
@@ -179,9 +180,8 @@ def measure_missing(measurer: Measurer, log: SampleLog, samples: list[tasks.Samp
                 bar.set_postfix_str(sample.task)
                 line = {"task": sample.task, "index": sample.index, "turn": turn, "prompt_tokens": len(prompt_ids)}
                 log.add(line | {"prompt_ids": prompt_ids} | measure_prompt(measurer, prompt_ids, number, args))
-                added += 1
-            bar.update()
-    if not added:
+                bar.update()
+    if done == len(turns):
         print(f"Nothing new was measured: {log.path} holds all of these prompts.", file=sys.stderr)
 
 

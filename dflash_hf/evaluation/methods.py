@@ -157,7 +157,7 @@ class Runner:
         """
         if method.assistant == "zlab":
             if self._zlab_draft is None:
-                self._zlab_draft = zlab_draft(self.pair.draft)
+                self._zlab_draft = zlab_draft(self.pair.draft, self.pair.target.config._name_or_path)
             return self._zlab_draft
         return {"draft": self.pair.draft, "assistant": self.assistant, None: None}[method.assistant]
 
@@ -233,8 +233,12 @@ def _timer_without_gpu(zlab: Any) -> Iterator[None]:
         zlab._cuda_time = original
 
 
-def zlab_draft(draft: Any) -> Any:
+def zlab_draft(draft: Any, target: str) -> Any:
     """The same weights in z-lab's own model class, in the same dtype and on the same device.
+
+    Args:
+        draft: Ours.
+        target: Where its target was loaded from.
 
     Raises:
         ValueError: If their format cannot express the draft.
@@ -245,7 +249,7 @@ def zlab_draft(draft: Any) -> Any:
     from ..checkpoints.exporting import export_draft
 
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in draft.state_dict().items()}
-    fields, tensors = export_draft(draft.config, tensors, "zlab")
+    fields, tensors = export_draft(draft.config, tensors, "zlab", target)
     name = fields["architectures"][0]
     if not hasattr(zlab, name):
         raise ValueError(f"z-lab's package has no {name!r}; leave the method 'zlab' out, or update that package.")

@@ -56,17 +56,17 @@ def load_pair(args: argparse.Namespace, with_draft: bool = True) -> Pair:
     return Pair(target, tokenizer, draft, target_name, draft_name)
 
 
-def load_target(name: str | None, dtype: Any, device: str) -> tuple[Any, Any, str]:
+def load_target(name: str | None, dtype: Any, device: str, role: str = "target") -> tuple[Any, Any, str]:
     """A target in evaluation mode, its tokenizer and its name; the embedded one where none is named."""
     from ..embedded import TARGET_NAME, embedded_target_path
 
     if name is not None and name.startswith((".", "/", "~")) and not Path(os.path.expanduser(name)).is_dir():
         raise ValueError(
-            f"The target folder {name} does not exist; name a folder with a model, or a model of the Hub."
+            f"The {role} folder {name} does not exist; name a folder with a model, or a model of the Hub."
         )
     source = os.path.expanduser(name) if name is not None else str(embedded_target_path())
     shown = name if name is not None else TARGET_NAME
-    with announced(f"target {shown}"):
+    with announced(f"{role} {shown}"):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         tokenizer = readable(shown, lambda: AutoTokenizer.from_pretrained(source))
@@ -95,8 +95,12 @@ def readable(name: str, load: Callable[[], Any]) -> Any:
         return load()
     except SafetensorError as error:
         raise ValueError(f"The weights of {name} cannot be read ({error}); download them again.") from error
+    except OSError as error:
+        if name in str(error):
+            raise
+        raise OSError(f"{name} cannot be loaded: {error}") from error
     except Exception as error:  # a damaged JSON file comes as a dozen types, from wherever its content is first used
-        if isinstance(error, (ValueError, OSError)) and not isinstance(error, (json.JSONDecodeError, UnicodeError)):
+        if isinstance(error, ValueError) and not isinstance(error, (json.JSONDecodeError, UnicodeError)):
             raise  # in words already
         raise ValueError(
             f"The files of {name} cannot be loaded ({reason(error)}); mend them, or download them again."

@@ -23,7 +23,7 @@
       "samples": 128,                       prompts the figures below are made of
       "samples_repetitive": 2,              prompts left out of every figure: the target or the method fell into a loop
       "correct": true | null,               false if any output was wrong; null where it cannot be told (sampling)
-      "outputs": {"identical": 127, "near_tie": 1, "wrong": 0, "not_compared": 0},
+      "outputs": {"identical": 127, "near_tie": 3, "wrong": 0, "not_compared": 0},      the repetitive ones, too
       "tokens_per_second": 51.3,            of decoding, median over prompts
       "tokens_per_second_ci": [48.9, 53.0], 95 %, bootstrap over prompts
       "tokens_per_second_pooled": 50.8,     all decoded tokens / all decoding time
