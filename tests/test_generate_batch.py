@@ -204,6 +204,7 @@ def test_rows_reach_the_length_limit_in_different_rounds():
 
 def widths_of(target, batch, draft, num_tokens):
     """Rows and tokens of every verification."""
+    target.generate(**batch, assistant_model=draft, max_new_tokens=2, do_sample=False)  # tries what it takes, once
     shapes = []
     handle = target.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
