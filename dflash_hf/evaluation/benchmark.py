@@ -169,7 +169,7 @@ def measure_missing(measurer: Measurer, log: SampleLog, samples: list[tasks.Samp
     """Measure every prompt that has no line yet, under a progress bar."""
     from tqdm import tqdm
 
-    turns = [(sample.task, sample.index, turn) for sample in samples for turn in range(len(sample.turns))]
+    turns = places(samples)
     done = sum(log.has(*turn) for turn in turns)  # they are no measure of the time left
     with tqdm(total=len(turns), initial=done, desc="prompts", unit="prompt", dynamic_ncols=True) as bar:
         for number, (sample, turn, prompt_ids) in enumerate(prompts(samples, measurer, log, args)):
@@ -183,6 +183,11 @@ def measure_missing(measurer: Measurer, log: SampleLog, samples: list[tasks.Samp
                 bar.update()
     if done == len(turns):
         print(f"Nothing new was measured: {log.path} holds all of these prompts.", file=sys.stderr)
+
+
+def places(samples: list[tasks.Sample]) -> list[tuple[str, int, int]]:
+    """Task, sample and turn of every prompt, as the log files it."""
+    return [(sample.task, sample.index, turn) for sample in samples for turn in range(len(sample.turns))]
 
 
 def measure_prompt(measurer: Measurer, prompt_ids: list[int], number: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -227,7 +232,7 @@ def build_record(pair: Pair, log: SampleLog, samples: list[tasks.Sample], args: 
     from .limits import bare_verifications, best_possible
     from .summary import build_flags, build_rows
 
-    found = [log.find(sample.task, sample.index, turn) for sample in samples for turn in range(len(sample.turns))]
+    found = [log.find(*turn) for turn in places(samples)]
     lines = [line for line in found if line is not None]
     measured = [line for line in lines if "results" in line]
     if not measured:

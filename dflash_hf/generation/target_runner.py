@@ -175,11 +175,10 @@ class TargetRunner:
             reorder_last(self.cache, order[:, : max(counts)], width)
         if self.recurrent is not None:
             self.recurrent.keep(counts, width)
-        most = max(counts)
         self.layout.keep(counts, width)
         if self.last_position is not None:
-            if min(counts) == most:
-                self.last_position = self.last_position + most
+            if min(counts) == max(counts):
+                self.last_position = self.last_position + counts[0]
             else:
                 added = torch.tensor(counts, device=self.last_position.device)[:, None]
                 self.last_position = self.last_position + added
@@ -220,7 +219,7 @@ class TargetRunner:
 
     def _store_finished(self, staying: Sequence[int], anchors: torch.Tensor | None) -> None:
         """Keep what the caller's cache shall have of the rows that leave, their last tokens included."""
-        leaving = [row for row in range(len(self.layout.padding)) if row not in staying]
+        leaving = [row for row in range(len(self.layout.counts)) if row not in staying]
         self.finished.store(self.cache, leaving, self.layout.spans, self.layout.counts)
         if anchors is not None:
             self.store_last_tokens(leaving, anchors)

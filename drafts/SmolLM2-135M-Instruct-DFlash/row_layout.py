@@ -30,7 +30,6 @@ class RowLayout:
 
     Attributes:
         length: Columns of the cache.
-        padding: Columns of each row that are not its own.
         attention_mask: As `generate` keeps it, (B, S), or what a layout needs of it; `None`: nothing is masked.
     """
 
@@ -39,17 +38,10 @@ class RowLayout:
         self.cache = cache
         self.length = length
         self.attention_mask = attention_mask
-        self.padding: list[int] = []
         self._form = target.config.get_text_config(decoder=True)._attn_implementation, target.dtype
-
-    @property
-    def counts(self) -> list[int]:
-        """Tokens of every row in the cache."""
-        return [self.length - padding for padding in self.padding]
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Let the other rows leave, in the cache, too; `rows` are in the order of `filled_gaps`."""
-        self.padding = [self.padding[row] for row in rows]
         if self.attention_mask is not None:
             self.attention_mask = self.attention_mask[torch.tensor(rows, device=self.attention_mask.device)]
 
@@ -66,11 +58,19 @@ class RightAligned(RowLayout):
         length: Columns of the cache.
         attention_mask: Of the prompts, (B, S); `None`: nothing is padded.
         batch_size: B.
+
+    Attributes:
+        padding: Columns of each row that are not its own.
     """
 
     def __init__(self, target: Any, cache: Any, length: int, attention_mask: torch.Tensor | None, batch_size: int):
         super().__init__(target, cache, length, attention_mask)
         self.padding = [0] * batch_size if attention_mask is None else attention_mask.bool().long().argmax(1).tolist()
+
+    @property
+    def counts(self) -> list[int]:
+        """Tokens of every row in the cache."""
+        return [self.length - padding for padding in self.padding]
 
     @property
     def spans(self) -> list[slice]:
@@ -111,6 +111,7 @@ class RightAligned(RowLayout):
 
     def select_rows(self, rows: Sequence[int]) -> None:
         super().select_rows(rows)
+        self.padding = [self.padding[row] for row in rows]
         self.cache.reorder_cache(torch.tensor(rows, device=self.target.device))
         spare = min(self.padding)
         if spare and can_realign(self.cache):
@@ -145,15 +146,19 @@ class LeftAligned(RowLayout):
         rows: The same rows behind their padding, which they leave behind.
     """
 
-    def __init__(self, rows: RowLayout):
+    def __init__(self, rows: "RightAligned | LeftAligned"):
         super().__init__(rows.target, rows.cache, rows.length, None)
         self.ends = RowEnds(rows.counts, self.target.device)
-        padding = torch.tensor(rows.padding, device=self.target.device)
+        padding = torch.tensor([rows.length - count for count in rows.counts], device=self.target.device)
         if rows.attention_mask is not None:
-            self.attention_mask = _holes(rows.attention_mask, padding, self.ends.ends)
+            self.attention_mask = _holes(rows.attention_mask, padding, self.counts)
         align_left(self.cache, padding, self.ends)
-        self.length = max(self.ends.ends)
-        self._end_at(self.ends.ends)
+        self.length = max(self.counts)
+
+    @property
+    def counts(self) -> list[int]:
+        """Tokens of every row in the cache."""
+        return self.ends.ends
 
     @property
     def spans(self) -> list[slice]:
@@ -163,7 +168,7 @@ class LeftAligned(RowLayout):
     @property
     def next_column(self) -> list[slice]:
         """Where each row's next token goes."""
-        return [slice(end, end + 1) for end in self.ends.ends]
+        return [slice(end, end + 1) for end in self.counts]
 
     def mask(self, width: int, tree: Tree | None) -> Any:
         """The mask of a verification, a chain's or a tree's."""
@@ -173,18 +178,17 @@ class LeftAligned(RowLayout):
 
     def keep(self, counts: Sequence[int], width: int) -> None:
         """Of the `width` tokens that a verification has written, keep the first `counts[b]` of row b."""
-        self._end_at([end + count for end, count in zip(self.ends.ends, counts, strict=True)])
+        self._end_at([end + count for end, count in zip(self.counts, counts, strict=True)])
 
     def select_rows(self, rows: Sequence[int]) -> None:
         super().select_rows(rows)
-        self._end_at([self.ends.ends[row] for row in rows])  # first, so that no more is copied than is needed
+        self._end_at([self.counts[row] for row in rows])  # first, so that no more is copied than is needed
         select_rows(self.cache, rows)
 
     def _end_at(self, ends: Sequence[int]) -> None:
         self.ends.set(ends)
         crop(self.cache, self.length - max(ends))
         self.length = max(ends)
-        self.padding = [self.length - end for end in ends]
 
 
 def _holes(mask: torch.Tensor, padding: torch.Tensor, ends: Sequence[int]) -> torch.Tensor | None:
