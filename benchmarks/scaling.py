@@ -2,10 +2,10 @@
 
     python benchmarks/scaling.py --output benchmarks/results/scaling
 
-For every point, plain `generate` and the draft take turns on the same random prompts, with the end of sequence
+All points, and at each of them plain `generate` and the draft, take turns on random prompts, with the end of sequence
 switched off so that lengths agree. Reported are the share of decoding outside both models' forwards, the speed-up, and
 the peak of what is allocated for tensors above plain `generate`'s, in a run apart of at most 64 new tokens; beside it,
-what the draft's cache and the prompt's tapped states take. Writes `scaling.json` and `scaling.md`.
+what the draft's cache and the prompt's tapped states take. Writes `scaling.json` and `scaling.md` after every turn.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from dflash_hf.evaluation.environment import commit, hardware, now, peak_memory, versions
 from dflash_hf.evaluation.models import add_pair_arguments, load_pair
@@ -101,31 +102,29 @@ def expected_memory(pair: Any, point: dict[str, int]) -> float:
     return tokens * (taps + cache) * size / 2**20
 
 
-def measure(pair: Any, point: dict[str, int], repeats: int) -> dict[str, Any]:
-    """Medians over repeats, the two taking turns."""
-    plain, drafted = [], []
-    for seed in range(repeats):
-        plain.append(run(pair, point, False, seed))
-        drafted.append(run(pair, point, True, seed))
-    middle = {
-        f"{name}_{field}": statistics.median(each[field] for each in runs)
-        for name, runs in (("plain", plain), ("draft", drafted))
-        for field in ("decode", "prefill", "elsewhere")
-    }
-    speedup = statistics.median(a["decode"] / b["decode"] for a, b in zip(plain, drafted, strict=True))
+def measure_memory(pair: Any, point: dict[str, int]) -> dict[str, float]:
+    """Peaks of a short generation at a point, MiB: plain, and what the draft adds, measured and expected."""
     short = point | {"new_tokens": min(point["new_tokens"], TOKENS_OF_MEMORY)}
     without, with_it = (
         peak_allocated(pair.target.device, lambda with_draft=with_draft: generate(pair, short, with_draft, 0))
         for with_draft in (False, True)
     )
     return {
-        **point,
-        **middle,
-        "speedup": speedup,
         "plain_peak_mib": without,
         "extra_memory_mib": with_it - without,
         "expected_memory_mib": expected_memory(pair, short),
     }
+
+
+def summary(plain: list[dict[str, float]], drafted: list[dict[str, float]]) -> dict[str, float]:
+    """Medians over the turns of a point."""
+    middle = {
+        f"{name}_{field}": statistics.median(each[field] for each in runs)
+        for name, runs in (("plain", plain), ("draft", drafted))
+        for field in ("decode", "prefill", "elsewhere")
+    }
+    speedups = [a["decode"] / b["decode"] for a, b in zip(plain, drafted, strict=True)]
+    return {**middle, "speedup": statistics.median(speedups), "turns": len(plain)}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -154,15 +153,20 @@ def main() -> None:
     pair.draft.generation_config.draft_tree_budget = 0
     pair.draft.generation_config.num_assistant_tokens_schedule = "constant"
     run(pair, {"context": 32, "new_tokens": 8, "batch": 1}, True, 0)  # warm up
-    rows = []
-    for point in points(args):
-        rows.append(measure(pair, point, args.repeats))
-        print(table(rows[-1:]).splitlines()[-1], flush=True)
-        device = pair.target.device
-        conditions = {"date": now(), "commit": commit(), "hardware": hardware(device), "versions": versions()}
+    chosen = points(args)
+    memory = [measure_memory(pair, point) for point in chosen]
+    runs: list[tuple[list[dict[str, float]], list[dict[str, float]]]] = [([], []) for _ in chosen]
+    device = pair.target.device
+    conditions = {"date": now(), "commit": commit(), "hardware": hardware(device), "versions": versions()}
+    for seed in range(args.repeats):
+        for point, (plain, drafted) in zip(tqdm(chosen, f"turn {seed + 1} of {args.repeats}"), runs, strict=True):
+            plain.append(run(pair, point, False, seed))
+            drafted.append(run(pair, point, True, seed))
+        rows = [{**point, **summary(*own), **peaks} for point, own, peaks in zip(chosen, runs, memory, strict=True)]
         record = {**conditions, "target": pair.target_name, "draft": pair.draft_name, "rows": rows}
         write_text(args.output / "scaling.json", json.dumps(record, indent=2) + "\n")
         write_text(args.output / "scaling.md", table(rows) + f"\n\n{conditions}\n")
+    print(table(rows))
 
 
 if __name__ == "__main__":

@@ -183,9 +183,9 @@ class _Watcher:
         return hook
 
     def after_update(self, result: Any, keys: Any, values: Any, layer_idx: int) -> None:
-        cache = self.loop.drafter.cache
-        positions, start = cache.key_layout(layer_idx)[0][0].tolist(), cache.layer_layouts[layer_idx].block_start
-        self.round.layouts.append((positions[:start], positions[start:]))
+        layout = self.loop.drafter.cache.layer_layouts[layer_idx]
+        positions = layout.positions()[0].tolist()
+        self.round.layouts.append((positions[: layout.block_start], positions[layout.block_start :]))
         if layer_idx == 0:
             self.round.keys = tuple(result[0].shape)
 
