@@ -8,7 +8,10 @@ behind the longest row and overwritten by the next round, so nothing is cropped,
     row 0   c c c c c c n n | b b b b        c  context kept from earlier rounds   n  context new in this round
     row 1   c c c n . . . . | b b b b        b  the block                          .  unused, masked
 
-Shapes: B batch, N new context tokens, K block, G key/value heads, D head size, R context columns, T columns in use.
+One column behind all of these takes what is not to be kept, such as the padding of rows with little new context.
+
+Shapes: B batch, N new context tokens, K block, G key/value heads, D head size, R context columns, T columns in
+use, C columns there are.
 """
 
 import sys
@@ -32,10 +35,10 @@ class ColumnLayout:
         self.context_columns = 0  # R, at most `keep`
         self.lengths: list[int] = []  # context tokens seen so far, per row
         self.block_start = 0
-        self.columns: slice | torch.Tensor = slice(0, 0)  # where the new context goes; a tensor is (B, N)
+        self.block_positions: torch.Tensor | None = None  # (B, K)
+        self.columns: slice | torch.Tensor = slice(0, 0)  # where context and block go; a tensor is (B, N + K)
         self._flat: dict[tuple[Any, ...], torch.Tensor] = {}  # `flat_columns` of this round, shared by keys and values
         self.valid: torch.Tensor | None = None  # (B, T), None where every column in use is real
-        self.positions: torch.Tensor | None = None  # (B, R + K)
 
     def plan(self, position_ids: torch.Tensor, new_lengths: Sequence[int]) -> None:
         """Choose this round's columns.
@@ -47,7 +50,7 @@ class ColumnLayout:
         if not self.lengths:
             self.lengths = [0] * len(new_lengths)
         num_new = max(new_lengths)
-        block_size = position_ids.shape[1] - num_new
+        self.block_positions = position_ids[:, num_new:]
         first, before = self.lengths[0], self.lengths
         self.lengths = [old + new for old, new in zip(before, new_lengths, strict=True)]
         limit = sys.maxsize if self.keep is None else self.keep
@@ -58,56 +61,63 @@ class ColumnLayout:
         self.block_start = max(in_use)
         is_even = len(set(before)) == 1 and min(new_lengths) == num_new
         if is_even and first + num_new <= self.context_columns:
-            self.columns = slice(first, first + num_new)
+            self.columns = slice(first, first + position_ids.shape[1])
         else:
-            self.columns = self._scattered_columns(before, new_lengths, num_new, position_ids.device)
+            self.columns = self._scattered_columns(before, new_lengths, position_ids)
         self._flat = {}
         self.valid = None
         if len(set(in_use)) > 1:
-            column = torch.arange(self.block_start + block_size, device=position_ids.device)
+            column = torch.arange(self.num_columns, device=position_ids.device)
             ends = torch.tensor(in_use, device=position_ids.device)[:, None]
             self.valid = (column < ends) | (column >= self.block_start)
-        self.positions = self.write(self.positions, position_ids[:, None, :, None], block_size)
+
+    @property
+    def num_columns(self) -> int:
+        """T, the columns in use."""
+        return self.block_start + self.block_positions.shape[1]
+
+    def positions(self) -> torch.Tensor:
+        """Absolute positions (B, T) of the columns in use; those of a row are consecutive, its block's the last."""
+        device = self.block_positions.device
+        newest = torch.tensor(self.lengths, device=device)[:, None] - 1
+        age = (newest - torch.arange(self.block_start, device=device)) % max(self.context_columns, 1)
+        return torch.cat([self.block_positions[:, :1] - 1 - age, self.block_positions], dim=1)
 
     def _scattered_columns(
-        self, before: Sequence[int], new_lengths: Sequence[int], num_new: int, device: torch.device
+        self, before: Sequence[int], new_lengths: Sequence[int], position_ids: torch.Tensor
     ) -> torch.Tensor:
-        """Columns of ragged or wrapping rows, (B, N). What is not to be kept goes where the block will cover it."""
+        """Columns of ragged or wrapping rows, (B, N + K)."""
+        device, num_new, block_size = position_ids.device, max(new_lengths), self.block_positions.shape[1]
         step = torch.arange(num_new, device=device)
-        start = torch.tensor(before, device=device)[:, None]
-        count = torch.tensor(new_lengths, device=device)[:, None]
+        start, count = torch.tensor([before, new_lengths], device=device)[:, :, None]  # (B, 1) each
         is_kept = (step < count) & (step >= count - self.context_columns)
-        return torch.where(is_kept, (start + step) % max(self.context_columns, 1), self.block_start)
+        spare = self.context_columns + block_size
+        context = torch.where(is_kept, (start + step) % max(self.context_columns, 1), spare)
+        block = torch.arange(self.block_start, self.num_columns, device=device).expand(len(before), -1)
+        return torch.cat([context, block], dim=1)
 
-    def write(self, buffer: torch.Tensor | None, states: torch.Tensor, block_size: int) -> torch.Tensor:
-        """Write new context and block, (B, G, N + K, D), into a buffer (B, G, R + K, D), made or grown as needed."""
-        batch_size, num_heads, width, head_dim = states.shape
-        num_new = width - block_size
-        size = self.context_columns + block_size
+    def write(self, buffer: torch.Tensor | None, states: torch.Tensor) -> torch.Tensor:
+        """Write new context and block, (B, G, N + K, D), into a buffer (B, G, C, D), made or grown as needed."""
+        batch_size, num_heads, _, head_dim = states.shape
+        size = self.context_columns + self.block_positions.shape[1] + 1
         if buffer is None or buffer.shape[2] < size:
             larger = states.new_zeros(batch_size, num_heads, size, head_dim)
             if buffer is not None:
                 larger[:, :, : buffer.shape[2]] = buffer
             buffer = larger
         if isinstance(self.columns, slice):
-            buffer[:, :, self.columns] = states[:, :, :num_new]
+            buffer[:, :, self.columns] = states
         else:
             key = (buffer.shape[1:3], buffer.device)
             if key not in self._flat:
                 self._flat[key] = flat_columns(buffer, self.columns.to(buffer.device))
-            put_columns(buffer, self._flat[key], states[:, :, :num_new])
-        buffer[:, :, self.block_start : self.block_start + block_size] = states[:, :, num_new:]
+            put_columns(buffer, self._flat[key], states)
         return buffer
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep only these rows of the batch, in this order."""
         if self.lengths:  # empty until the first round; a row may end with the prompt's first token
             self.lengths = [self.lengths[row] for row in rows]
-        self.positions = self.close_up(self.positions, rows)
-
-    def close_up(self, buffer: torch.Tensor | None, rows: Sequence[int]) -> torch.Tensor | None:
-        """A buffer's part that these rows are left with."""
-        return None if buffer is None else close_up(buffer, rows, self.block_start)
 
 
 class DraftCache:
@@ -123,7 +133,6 @@ class DraftCache:
         self.layer_layouts = [layouts[keep] for keep in keep_per_layer]
         self.keys: list[torch.Tensor | None] = [None] * len(keep_per_layer)
         self.values: list[torch.Tensor | None] = [None] * len(keep_per_layer)
-        self.block_size = 0
 
     def begin_round(self, position_ids: torch.Tensor, new_lengths: Sequence[int]) -> None:
         """Announce a round before the draft's forward.
@@ -132,23 +141,15 @@ class DraftCache:
             position_ids: Absolute positions of new context and block, (B, N + K), N = `max(new_lengths)`.
             new_lengths: New context tokens of each row; rows shorter than N are padded at their end.
         """
-        self.block_size = position_ids.shape[1] - max(new_lengths)
         for layout in self.layouts:
             layout.plan(position_ids, new_lengths)
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Store a layer's rotated keys and its values, (B, G, N + K, D); returns all of them, (B, G, T, D) each."""
         layout = self.layer_layouts[layer_idx]
-        self.keys[layer_idx] = layout.write(self.keys[layer_idx], keys, self.block_size)
-        self.values[layer_idx] = layout.write(self.values[layer_idx], values, self.block_size)
-        end = layout.block_start + self.block_size
-        return self.keys[layer_idx][:, :, :end], self.values[layer_idx][:, :, :end]
-
-    def key_layout(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Positions (B, T) of the keys `update` will return, and which of them are real (B, T), `None`: all."""
-        layout = self.layer_layouts[layer_idx]
-        end = layout.block_start + self.block_size
-        return layout.positions[:, 0, :end, 0], layout.valid
+        self.keys[layer_idx] = layout.write(self.keys[layer_idx], keys)
+        self.values[layer_idx] = layout.write(self.values[layer_idx], values)
+        return self.keys[layer_idx][:, :, : layout.num_columns], self.values[layer_idx][:, :, : layout.num_columns]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Context tokens the longest row has seen, whether kept or not."""
@@ -161,7 +162,7 @@ class DraftCache:
             layout.select_rows(rows)
         for states in (self.keys, self.values):
             for number, (layout, buffer) in enumerate(zip(self.layer_layouts, states, strict=True)):
-                states[number] = layout.close_up(buffer, rows)
+                states[number] = None if buffer is None else close_up(buffer, rows, layout.block_start)
 
 
 __all__ = ["DraftCache"]

@@ -261,7 +261,7 @@ class Qwen3DFlashForDraft(DraftProtocol, DraftRepository, Qwen3PreTrainedModel):
         if isinstance(attention_mask, dict):
             masks = attention_mask
         else:
-            masks = self._attention_masks(noise_embeds, num_new, position_ids, attention_mask, cache)
+            masks = self._attention_masks(noise_embeds, num_new, attention_mask, cache)
         position_embeddings = self.rotary_emb(noise_embeds, position_ids)  # cos, sin (B, S + K, D)
         hidden_states = noise_embeds
         for layer_idx, layer in enumerate(self.layers):
@@ -279,7 +279,6 @@ class Qwen3DFlashForDraft(DraftProtocol, DraftRepository, Qwen3PreTrainedModel):
         self,
         noise_embeds: torch.Tensor,
         num_new: int,
-        position_ids: torch.Tensor,
         attention_mask: torch.Tensor | None,
         cache: Any,
     ) -> dict[str, Any]:
@@ -289,25 +288,23 @@ class Qwen3DFlashForDraft(DraftProtocol, DraftRepository, Qwen3PreTrainedModel):
         for layer_type in dict.fromkeys(self.config.layer_types):
             layer_idx = self.config.layer_types.index(layer_type)
             window = self.config.sliding_window if layer_type == "sliding_attention" else None
-            if isinstance(cache, DraftCache):
-                key_positions, valid = cache.key_layout(layer_idx)
-                query_positions = position_ids[:, -block_size:]
+            is_causal = self.config.layer_is_causal(layer_idx)
+            layout = cache.layer_layouts[layer_idx] if isinstance(cache, DraftCache) else None
+            if layout is not None:
+                num_keys, valid = layout.num_columns, layout.valid
             else:
                 past = cache.get_seq_length(layer_idx) if cache is not None else 0
                 if window is not None and cache is not None:
                     past = min(past, window - 1)
-                key_positions = torch.arange(past + num_new + block_size, device=noise_embeds.device)[None]
-                query_positions = key_positions[:, -block_size:]
-                valid = None if attention_mask is None else attention_mask[:, -key_positions.shape[1] :].bool()
-            if window is not None and key_positions.shape[1] <= window:
+                num_keys = past + num_new + block_size
+                valid = None if attention_mask is None else attention_mask[:, -num_keys:].bool()
+            if window is not None and num_keys <= window:
                 window = None  # every key is within reach
-            visible = visible_keys(
-                query_positions,
-                key_positions,
-                window,
-                self.config.layer_is_causal(layer_idx),
-                self.config.window_from_anchor,
-            )
+            visible = None
+            if window is not None or is_causal:
+                positions = layout.positions() if layout else torch.arange(num_keys, device=noise_embeds.device)[None]
+                queries = positions[:, -block_size:]
+                visible = visible_keys(queries, positions, window, is_causal, self.config.window_from_anchor)
             if valid is not None:
                 visible = valid[:, None, :] if visible is None else visible & valid[:, None, :]
                 visible = visible.expand(-1, block_size, -1)

@@ -25,20 +25,20 @@ def take_columns(states: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         return states.index_select(2, columns[0])
     batch_size, num_heads, _, head_dim = states.shape
     taken = states.reshape(-1, head_dim).index_select(0, flat_columns(states, columns))
-    return taken.view(batch_size, num_heads, -1, head_dim)
+    return taken.view(batch_size, -1, num_heads, head_dim).transpose(1, 2)
 
 
 def put_columns(states: torch.Tensor, flat: torch.Tensor, new: torch.Tensor) -> None:
     """Write (B, G, M, D) into `flat_columns` of contiguous states (B, G, T, D); of equal ones any may win."""
     head_dim = states.shape[-1]
-    states.view(-1, head_dim).index_copy_(0, flat, new.reshape(-1, head_dim))
+    states.view(-1, head_dim).index_copy_(0, flat, new.transpose(1, 2).reshape(-1, head_dim))
 
 
 def flat_columns(states: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Where columns (B, M) of every head are among all columns of all rows: (B * G * M,)."""
+    """Where columns (B, M) of every head are among all columns of all rows: (B * M * G,), as layers compute them."""
     batch_size, num_heads, num_columns, _ = states.shape
-    first = torch.arange(batch_size * num_heads, device=states.device)[:, None] * num_columns
-    return (first + columns.repeat_interleave(num_heads, dim=0)).flatten()
+    first = torch.arange(0, batch_size * num_heads * num_columns, num_columns, device=states.device)
+    return (columns[:, :, None] + first.view(batch_size, 1, num_heads)).flatten()
 
 
 def filled_gaps(staying: Sequence[int]) -> list[int]:

@@ -8,7 +8,7 @@ Shapes: B batch, P proposals, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,8 @@ class Verdict:
     """What a round yields, still on the device.
 
     Attributes:
-        tokens: (B, P + 1): in row b the first `accepted[b]` are accepted candidates, the next is the target's own.
+        tokens: (B, P + 1 or fewer): in row b the first `accepted[b]` are accepted candidates, the next is the target's
+            own; those behind it mean nothing.
         accepted: (B,) number of accepted candidates.
         order: (B, W) which verified positions the tokens stand on, where they are not the first ones in turn.
     """
@@ -36,9 +37,42 @@ class Verdict:
 
 def accept_greedy(candidates: torch.Tensor, scores: torch.Tensor) -> Verdict:
     """Accept candidates (B, P) while they are the argmax of scores (B, P + 1, V)."""
+    if is_on_host(scores):
+        return _accept_greedy_on_host(candidates, scores)
     tokens = best_tokens(scores)  # (B, P + 1)
     accepted = (candidates == tokens[:, :-1]).cumprod(dim=1).sum(dim=1)
     return Verdict(tokens, accepted)
+
+
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether looking at a tensor waits for no device."""
+    return tensor.device.type == "cpu"
+
+
+def _accept_greedy_on_host(candidates: torch.Tensor, scores: torch.Tensor) -> Verdict:
+    """The same, looking at no scores behind a candidate that falls: most fall early, and reading scores takes long."""
+    proposed = candidates.tolist()
+    chosen: list[list[int]] = [[] for _ in proposed]
+    standing = list(range(len(proposed)))
+    start, width = 0, 2
+    while standing and start < scores.shape[1]:
+        part = scores[:, start : start + width]
+        if len(standing) < len(proposed):
+            part = part.index_select(0, torch.tensor(standing))
+        for row, tokens in zip(standing, best_tokens(part).tolist(), strict=True):
+            chosen[row] += tokens
+        start, width = start + width, 2 * width
+        standing = [row for row in standing if proposed[row][:start] == chosen[row]]
+    accepted = [_num_equal(own, tokens) for own, tokens in zip(proposed, chosen, strict=True)]
+    longest = max(map(len, chosen))
+    padded = [tokens + [-1] * (longest - len(tokens)) for tokens in chosen]
+    return Verdict(candidates.new_tensor(padded), candidates.new_tensor(accepted))
+
+
+def _num_equal(candidates: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many candidates at the start are those tokens."""
+    pairs = zip(candidates, tokens, strict=False)
+    return next((number for number, (candidate, token) in enumerate(pairs) if candidate != token), len(candidates))
 
 
 def best_tokens(scores: torch.Tensor, is_guess: bool = False) -> torch.Tensor:
@@ -49,27 +83,27 @@ def best_tokens(scores: torch.Tensor, is_guess: bool = False) -> torch.Tensor:
     """
     scores = scores.float() if scores.dtype == torch.float64 else scores
     size = math.gcd(scores.shape[-1], 512)
-    if scores.device.type != "cpu" or size < 64 or scores.numel() < 2**20:
+    if not is_on_host(scores) or size < 64 or scores.numel() < 2**20:
         return scores.max(dim=-1).indices  # the same as `argmax`, and three times as fast on a CPU
     # A CPU finds what is best far faster than where: only the first part of a vocabulary that has it is searched.
     parts = scores.unflatten(-1, (-1, size))  # (B, W, V / size, size)
-    part = _best_of_each(parts, is_guess).max(dim=-1).indices  # (B, W)
+    part = _part_of_best(parts, is_guess)  # (B, W)
     row, column = torch.arange(part.shape[0])[:, None], torch.arange(part.shape[1])
     return part * size + parts[row, column, part].max(dim=-1).indices
 
 
-def _best_of_each(parts: torch.Tensor, is_guess: bool) -> torch.Tensor:
-    """The largest of each part (B, W, n, size), (B, W, n), or integers in the same order.
+def _part_of_best(parts: torch.Tensor, is_guess: bool) -> torch.Tensor:
+    """The first of parts (B, W, n, size) that has the largest number, (B, W).
 
     The bits of positive numbers are in the order of the numbers, and 16 of them are compared three times as fast as
     integers. Only a sum tells whether there is what is no number, which `max` would choose.
     """
     if parts.dtype.itemsize == 2:
-        bits = parts.view(torch.int16).amax(dim=-1)
-        is_positive = bool((bits.amax(dim=-1) > 0).all())
-        if is_positive and (is_guess or not parts.sum(dim=(-2, -1)).isnan().any()):
-            return bits
-    return parts.amax(dim=-1)
+        best, part = parts.view(torch.int16).amax(dim=-1).max(dim=-1)
+        is_positive = best.min().item() > 0
+        if is_positive and (is_guess or not math.isnan(parts.sum(dim=(-2, -1)).sum().item())):
+            return part
+    return parts.amax(dim=-1).max(dim=-1).indices
 
 
 def accept_sampled(candidates: torch.Tensor, draft_probs: torch.Tensor | None, scores: torch.Tensor) -> Verdict:
