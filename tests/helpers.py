@@ -5,15 +5,19 @@ Shapes: B batch, S context, V vocabulary, N new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
+
+from dflash_hf.generation import tree, verification
 
 ROOT = Path(__file__).resolve().parent.parent
 # Test data beside the repository; continuous integration has it, a clone may not.
@@ -156,6 +160,15 @@ def left_padded(prompts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     rows = [torch.cat([prompt.new_full((gap,), PAD), prompt]) for gap, prompt in zip(missing, prompts, strict=True)]
     masks = [torch.arange(longest) >= gap for gap in missing]
     return {"input_ids": torch.stack(rows), "attention_mask": torch.stack(masks).long()}
+
+
+@contextmanager
+def as_on_accelerator() -> Iterator[None]:
+    """Let tensors pass for a device's, where looking at one means to wait; on a CPU the code looks more often."""
+    with ExitStack() as patches:
+        for module in (tree, verification):
+            patches.enter_context(patch.object(module, "is_on_host", lambda tensor: False))
+        yield
 
 
 def greedy(target: Any, input_ids: torch.Tensor, max_new_tokens: int, **kwargs: Any) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from dflash_hf.generation import verification
 from dflash_hf.generation.verification import accept_greedy
+from helpers import as_on_accelerator
 
 VOCABULARY = 7
 blocks = st.tuples(st.integers(1, 5), st.integers(0, 17)).flatmap(
@@ -40,7 +42,7 @@ def test_candidates_stand_up_to_the_first_that_the_target_would_not_choose(on_ho
         while len(kept) < len(proposed) and proposed[len(kept)] == own[len(kept)]:
             kept.append(proposed[len(kept)])
         expected.append([*kept, own[len(kept)]])
-    with patch.object(verification, "is_on_host", lambda tensor: on_host):
+    with nullcontext() if on_host else as_on_accelerator():
         verdict = accept_greedy(torch.tensor(candidates, dtype=torch.long).view(len(candidates), width - 1), scores)
     assert verdict.to_host() == expected
     assert verdict.accepted.tolist() == [len(row) - 1 for row in expected]

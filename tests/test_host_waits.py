@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from comparing import shared_target
-from dflash_hf.generation import decoding, verification
-from helpers import left_padded, random_prompt
+from dflash_hf.generation import decoding
+from helpers import as_on_accelerator, greedy, left_padded, random_prompt
 from oracle import oracle_draft
 
 WAITS = ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
 
 
 @pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[Counter]:
-    """For each round, what this package's own code has called that waits for a device, by place.
-
-    Tensors pass for an accelerator's: on a CPU, where nothing waits, the code looks at them more often.
-    """
-    monkeypatch.setattr(verification, "is_on_host", lambda tensor: False)
+def waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Counter]]:
+    """For each round, what this package's own code has called that waits for a device, by place."""
     rounds: list[Counter] = []
     in_round = False
 
@@ -52,7 +49,8 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[Counter]:
             in_round = False
 
     monkeypatch.setattr(decoding.DecodingLoop, "_round", one_round)
-    return rounds
+    with as_on_accelerator():
+        yield rounds
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -64,7 +62,9 @@ def test_host_waits_once_a_round(family: str, budget: int, rows: int, waits: lis
     inputs = left_padded([random_prompt(n, seed=n)[0] for n in (3, 9, 6)[-rows:]])
     draft = oracle_draft(target, inputs["input_ids"], 40, [3, 0, 0, 2, 1], attention_mask=inputs["attention_mask"])
     draft.generation_config.draft_tree_budget = budget
-    target.generate(**inputs, assistant_model=draft, max_new_tokens=40, do_sample=False)
+    expected = greedy(target, **inputs, max_new_tokens=40)
+    found = target.generate(**inputs, assistant_model=draft, max_new_tokens=40, do_sample=False)
+    assert torch.equal(found, expected)
     assert len(waits) > 10
     for found in waits[1:]:  # in the first, what was asked of a target is remembered
         own = {place: count for place, count in found.items() if "OracleDraft" not in place}

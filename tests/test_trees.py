@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from dflash_hf.generation import decoding, tree_support
 from dflash_hf.generation.row_layout import RightAligned
 from dflash_hf.generation.target_runner import TargetRunner
 from dflash_hf.generation.tree import Tree, build_tree, walk
-from helpers import FAMILIES, greedy, left_padded, random_prompt, tiny_target
+from helpers import FAMILIES, as_on_accelerator, greedy, left_padded, random_prompt, tiny_target
 from hybrid_targets import hybrid_target
 from oracle import oracle_draft
 from test_generate_sampling import SETTINGS, exact_distribution, p_value, sampled, tiny_pair
@@ -108,7 +109,11 @@ def test_expected_acceptance_is_never_below_the_chains() -> None:
     assert (last > chain + 0.1).any()
 
 
-def test_walk_follows_the_target_down_and_stops_where_it_leaves() -> None:
+on_every_device = pytest.mark.parametrize("device", [nullcontext, as_on_accelerator], ids=["cpu", "accelerator"])
+
+
+@on_every_device
+def test_walk_follows_the_target_down_and_stops_where_it_leaves(device: Any) -> None:
     """A tree of known shape: 7 and 8 behind the anchor, 5 behind each of them."""
     scores = torch.full((1, 2, 10), -9.0)
     scores[0, 0, 7], scores[0, 0, 8], scores[0, 1, 5] = 0.0, -0.1, 0.0
@@ -117,7 +122,29 @@ def test_walk_follows_the_target_down_and_stops_where_it_leaves() -> None:
     for choices, path in (([8, 1, 5, 2, 3], [8, 5, 3]), ([8, 1, 6, 2, 3], [8, 6]), ([9, 5, 5, 5, 5], [9])):
         target = torch.nn.functional.one_hot(torch.tensor([choices]), 10).float() * 50
         for do_sample in (False, True):
-            assert walk(tree, target, do_sample).to_host() == [path]
+            with device():
+                assert walk(tree, target, do_sample).to_host() == [path]
+
+
+@on_every_device
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 20), st.integers(0, 99))
+def test_walk_of_any_tree_finds_the_path_that_the_targets_choices_are(
+    device: Any, rows: int, depths: int, budget: int, seed: int
+) -> None:
+    """Against following the choices through the tokens of all paths, and the nodes that they stand on."""
+    generator = torch.Generator().manual_seed(seed)
+    tree = build_tree(torch.randn(rows, depths, 5, generator=generator), budget)
+    scores = torch.randn(rows, tree.depths.shape[1], 5, generator=generator)
+    with device():
+        verdict = walk(tree, scores, do_sample=False)
+    for row, tokens in enumerate(verdict.to_host()):
+        paths, path, nodes = paths_of(tree, row), (), []
+        while path in paths:
+            nodes.append(paths.index(path))
+            path = (*path, int(scores[row, nodes[-1]].argmax()))
+        assert tuple(tokens) == path
+        assert verdict.order[row, : len(nodes)].tolist() == nodes
 
 
 # --- verification ----------------------------------------------------------------------------------------------------
@@ -238,10 +265,12 @@ def test_processors_see_each_nodes_own_path(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("setting", ["bare", "top_k", "repetition_penalty", "constraint"])
 @pytest.mark.parametrize("kind", ["near", "far"])
-def test_text_has_the_targets_distribution(kind: str, setting: str) -> None:
+@on_every_device
+def test_text_has_the_targets_distribution(device: Any, kind: str, setting: str) -> None:
     """The first three tokens together, hence also each alone and each behind a mismatch, which comes in every text."""
     target, draft = tiny_pair(kind)
-    ids, lengths = sampled(target, with_tree(draft, 2), 2500, 250, **SETTINGS[setting])
+    with device():
+        ids, lengths = sampled(target, with_tree(draft, 2), 2500, 250, **SETTINGS[setting])
     refused = sum(row[0] == 1 for row in lengths) / len(lengths)
     assert 0.02 < refused < 0.98, "both outcomes must be there"
     assert p_value(ids, exact_distribution(target, **SETTINGS[setting])) > 1e-3
