@@ -202,6 +202,6 @@ def default_draft_path() -> Path:
             return place
     looked = ", ".join(str(place) for place in places)
     raise ValueError(
-        f"no default draft for {TARGET_NAME} was found (looked in {looked}): name one with --draft, or train one "
-        "with `dflash-hf train`"
+        f"no default draft for {TARGET_NAME} was found (looked in {looked}), since an installed package does not hold "
+        "it: clone the repository and work there, or name a draft with --draft"
     )

@@ -152,8 +152,8 @@ format is told from config.json and the names of the tensors, never from the rep
 field of `DFlashConfig`. Every tensor of the file has a place in the model or loading fails and names it, and so does a
 field that is known to matter and is not understood.
 
-This page is made from the table that the tests run over: `python tests/checkpoint_formats.py`
-(of the `dev` environment, `make venv`).
+This page is made from the table that the tests run over; `python tests/checkpoint_formats.py` rewrites it
+(in the `dev` environment, `make venv`).
 
 | format | detected by | what differs, and the fields for it here | tested against |
 |---|---|---|---|

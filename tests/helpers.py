@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # Test data beside the repository; continuous integration has it, a clone may not.
 SHARED = ROOT.parent / "shared"
 SHARED_DRAFT = SHARED / "data" / "smollm2-dflash-b8"
+# The draft of the tests with a real pair: the test data's, which is smaller and weaker, or else the repository's own.
+TRAINED_DRAFT = SHARED_DRAFT if SHARED_DRAFT.is_dir() else ROOT / "drafts" / "SmolLM2-135M-Instruct-DFlash"
 requires_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the test data in {SHARED}")
 
 VOCABULARY = 64

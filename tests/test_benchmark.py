@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
@@ -18,7 +19,7 @@ from dflash_hf.evaluation.models import readable
 from dflash_hf.evaluation.record import SCHEMA_VERSION, read_record
 from dflash_hf.evaluation.sample_log import only_run
 from evaluation_helpers import save_tiny_pair, tiny_tokenizer
-from helpers import ROOT, greedy, requires_shared, tiny_draft, tiny_target
+from helpers import ROOT, greedy, tiny_draft, tiny_target
 from hybrid_targets import hybrid_target
 
 PROMPTS = [{"prompt": "w7 w8"}, {"turns": ["w9 w10 w11", "w12"]}, {"messages": [{"role": "user", "content": "w20"}]}]
@@ -329,6 +330,21 @@ def test_a_mistake_gives_one_sentence_and_measures_nothing(
     assert not (tmp_path / "out").exists()
 
 
+def test_plots_that_cannot_be_drawn_are_refused_before_anything_is_measured(
+    pair: tuple[str, str],
+    prompts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else found(name))
+    assert main(command(pair, prompts, tmp_path / "out")) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: The plots need Matplotlib; run `pip install matplotlib`, or pass --no-plots."
+    ]
+
+
 def test_models_that_do_not_pair_are_refused_before_anything_is_written(
     pair: tuple[str, str], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -363,6 +379,7 @@ def test_target_that_cannot_roll_back_leaves_the_methods_out_that_need_it(
     rows = read_record(tmp_path / "out" / "benchmark.json")["rows"]
     assert [row["method"] for row in rows] == ["plain", "dflash", "dflash-tree", "dflash-auto"]
     err = capsys.readouterr().err
+    assert "Left out the method assistant: it needs an ordinary assistant model" in err
     for method in ("native", "prompt-lookup"):
         assert f"Left out the method {method}: it cannot take back what the recurrent states of Qwen3_5" in err
     assert main([*defaults[:-3], "--output", str(tmp_path / "named"), "--methods", "native"]) == 2
@@ -502,7 +519,6 @@ def test_record_that_lacks_a_field_gives_one_sentence(
     assert f"is damaged: it has no right `{named}`" in capsys.readouterr().err.splitlines()[-1]
 
 
-@requires_shared
 @pytest.mark.real
 def test_the_embedded_pair_in_bf16_is_never_wrong(tmp_path: Path) -> None:
     tasks = ["--tasks", "embedded-maths", "embedded-questions", "--max-samples", "1", "--max-new-tokens", "12"]

@@ -158,7 +158,7 @@ def test_default_draft_is_the_projects_own_where_it_is_present(
     root = tmp_path / "repository"
     monkeypatch.setattr(embedded, "ROOT", root)
     monkeypatch.setattr(embedded, "__file__", str(root / "dflash_hf" / "embedded.py"))
-    with pytest.raises(ValueError, match=r"no default draft .*--draft"):
+    with pytest.raises(ValueError, match=r"no default draft .* clone the repository .*--draft"):
         embedded.default_draft_path()
     for place in (root / "drafts" / embedded.DRAFT_NAME, root / "dflash_hf" / "drafts" / embedded.DRAFT_NAME):
         place.mkdir(parents=True)

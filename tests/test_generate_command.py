@@ -99,7 +99,7 @@ def test_sampled_runs_are_not_compared_token_by_token(pair: list[str], capsys: p
         (["--max-new-tokens", "0"], "--max-new-tokens is 0; it must be at least 1."),
         (["--max-new-tokens", "1022"], "The prompt has 5 tokens and --max-new-tokens is 1022, together more than"),
         (["--target", "/no/such/folder"], "The target folder /no/such/folder does not exist"),
-        (["--draft", "/no/such/folder"], "/no/such/folder"),
+        (["--draft", "/no/such/folder"], "The draft folder /no/such/folder does not exist; name one that does"),
     ],
 )
 def test_a_mistake_gives_one_line_and_exit_status_2(

@@ -145,7 +145,7 @@ def test_command_reports_parts_bare_passes_and_the_limit(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--method", "zlab"], "--method is 'zlab', whose rounds are not this package's"),
+        (["--method", "zlab"], "rounds are not this package's; choose one of dflash, dflash-tree, dflash-auto."),
         (["--method", "native"], "--method is 'native', whose rounds are not this package's"),
         (["--method", "assistant"], "--method is 'assistant', whose rounds are not this package's"),
         (["--method", "nonsense"], "--method names 'nonsense', which is none of"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import torch
 import yaml
 from datasets import Dataset
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, TrainingArguments
 
 from dflash_hf.cli import main
 from dflash_hf.training.sequences import load_sequences, usable_sequences
 from dflash_hf.training.train_command import parse
+from dflash_hf.training.trainer import DFlashTrainingArguments
 from helpers import ROOT, random_prompt, tiny_target
 from training_runs import answers_of
 
@@ -147,6 +149,9 @@ def test_bad_data_is_one_line_and_exit_two(
         (["--shard_target", "--state_cache", "c"], "`shard_target` is true and `state_cache` is 'c'"),
         (["--mask_token_id", "5"], "`mask_token_id` 5 is the token 'w5', which the tokenizer uses"),
         (["--mask_token_id", "64"], "the target's table has 64 rows"),
+        (["--bogus", "1"], "error: --bogus is no argument of this command: see `dflash-hf train --help`"),
+        (["--target", "/no/such"], "error: --target is /no/such, which cannot be loaded ("),
+        (["--train_data", "/no/such"], "error: the training data /no/such is no folder or file here, and cannot be"),
     ],
 )
 def test_bad_settings_are_one_line_and_exit_two(
@@ -167,6 +172,12 @@ def test_bad_settings_are_one_line_and_exit_two(
     assert message in capsys.readouterr().err
 
 
+def test_every_argument_of_the_recipe_says_what_it_is() -> None:
+    for field in dataclasses.fields(DFlashTrainingArguments):
+        if field.name not in {inherited.name for inherited in dataclasses.fields(TrainingArguments)}:
+            assert field.metadata.get("help"), field.name
+
+
 def test_missing_package_is_one_line_that_says_what_to_install(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +187,7 @@ def test_missing_package_is_one_line_that_says_what_to_install(
     monkeypatch.setattr("dflash_hf.training.train_command.parse", lacks)
     assert main(["train", "--train_data", str(tmp_path / "data.jsonl")]) == 2
     error = capsys.readouterr().err
-    assert "(Using the `Trainer` requires `accelerate`:): run `pip install 'dflash-hf[train]'`" in error
+    assert "`pip install 'dflash-hf[train]'` (Using the `Trainer` requires `accelerate`:)" in error
     assert len(error.strip().splitlines()) == 1
 
 

@@ -206,8 +206,9 @@ def _with_embedding_scale(config: "DFlashConfig", to: str, target: str | None) -
     if scale is None:
         if given in (None, 1.0):
             logger.warning(
-                f"`input_embedding_scale` is {given}, which the format {to!r} can say of a target that does not scale "
-                "its embeddings only (Gemma scales them); name the target (--target), so that this is looked up."
+                f"The draft's config does not say whether its target scales its embeddings, as Gemma does "
+                f"(`input_embedding_scale` is {given}), and is written as {to!r} for one that does not; name the "
+                "target (--target) to have it looked up."
             )
         return config
     if to == NATIVE and given != scale:

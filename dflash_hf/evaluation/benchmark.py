@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import tasks
 from .generate_command import add_generation_arguments, check_sampling, generation_config_for
-from .methods import METHODS, parse_methods
+from .methods import METHODS, parse_methods, say_what_is_left_out
 from .models import Pair, add_pair_arguments, check_length, encode_chat, load_pair
 from .record import read_record, write_record, write_text
 
@@ -82,7 +82,11 @@ def check_arguments(args: argparse.Namespace) -> None:
     Raises:
         ValueError: By the name of the flag.
     """
+    from .report import check_plots
+
     check_sampling(args)
+    if not args.no_plots:
+        check_plots()
     for name, least in (("max_samples", 1), ("max_new_tokens", 1), ("warm_up_tokens", 0)):
         value = getattr(args, name)
         if value is not None and value < least:
@@ -117,6 +121,8 @@ def prepare(pair: Pair, args: argparse.Namespace) -> Measurer:
     from .timing import clock_for
 
     chosen = parse_methods(args.methods, has_draft=True, has_assistant=args.assistant is not None)
+    if args.methods is None:
+        say_what_is_left_out(has_draft=True, has_assistant=args.assistant is not None)
     runner = Runner(pair, load_assistant(args, pair))
     config = generation_config_for(pair.target, args)
     methods = runnable(chosen, args.methods is not None, runner, config)

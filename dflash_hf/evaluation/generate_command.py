@@ -37,7 +37,9 @@ def add_parser(subparsers: Any) -> None:
 def add_generation_arguments(parser: argparse.ArgumentParser, max_new_tokens: int = 256) -> None:
     """`--max-new-tokens`, sampling, and the chat template's switches."""
     generation = parser.add_argument_group("generation")
-    generation.add_argument("--max-new-tokens", type=int, default=max_new_tokens, metavar="N")
+    generation.add_argument(
+        "--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=f"default: {max_new_tokens}"
+    )
     generation.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
     generation.add_argument("--top-p", type=float, default=1.0, metavar="P", help="default: 1, all")
     generation.add_argument("--top-k", type=int, default=0, metavar="K", help="default: 0, all")

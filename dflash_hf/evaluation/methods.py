@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -80,6 +81,13 @@ def parse_methods(specs: Sequence[str] | None, has_draft: bool, has_assistant: b
     if len(set(names)) < len(names):
         raise ValueError(f"--methods names one of {', '.join(sorted(names))} twice; give each once.")
     return kept
+
+
+def say_what_is_left_out(has_draft: bool, has_assistant: bool) -> None:
+    """A line on standard error for each default method that lacks what it needs."""
+    for method in map(parse_method, DEFAULT):
+        if (reason := _what_is_missing(method, has_draft, has_assistant)) is not None:
+            print(f"Left out the method {method.name}: it needs {reason}.", file=sys.stderr)
 
 
 def parse_method(spec: str, flag: str = "--methods") -> Method:

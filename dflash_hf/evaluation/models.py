@@ -51,20 +51,18 @@ def load_pair(args: argparse.Namespace, with_draft: bool = True) -> Pair:
             f"--target is {args.target} but no --draft is named, and a draft fits one target only; name the draft "
             "that was trained for it, or leave --target out to use the embedded pair."
         )
+    source = draft_source(args.draft) if with_draft else None  # before the target is loaded, which takes longer
     target, tokenizer, target_name = load_target(args.target, dtype, device)
-    draft, draft_name = load_draft_for(target, args.draft) if with_draft else (None, None)
-    return Pair(target, tokenizer, draft, target_name, draft_name)
+    if source is None:
+        return Pair(target, tokenizer, None, target_name, None)
+    return Pair(target, tokenizer, load_draft_for(target, source), target_name, args.draft or Path(source).name)
 
 
 def load_target(name: str | None, dtype: Any, device: str, role: str = "target") -> tuple[Any, Any, str]:
     """A target in evaluation mode, its tokenizer and its name; the embedded one where none is named."""
     from ..embedded import TARGET_NAME, embedded_target_path
 
-    if name is not None and name.startswith((".", "/", "~")) and not Path(os.path.expanduser(name)).is_dir():
-        raise ValueError(
-            f"The {role} folder {name} does not exist; name a folder with a model, or a model of the Hub."
-        )
-    source = os.path.expanduser(name) if name is not None else str(embedded_target_path())
+    source = str(embedded_target_path()) if name is None else existing_folder(role, name)
     shown = name if name is not None else TARGET_NAME
     with announced(f"{role} {shown}"):
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -76,15 +74,35 @@ def load_target(name: str | None, dtype: Any, device: str, role: str = "target")
         return target.to(device).eval(), tokenizer, shown
 
 
-def load_draft_for(target: Any, name: str | None) -> tuple[Any, str]:
-    """A draft that pairs with the target, in its dtype and on its device, and its name."""
-    from ..checkpoints.loading import load_draft
+def draft_source(name: str | None) -> str:
+    """The folder or Hub name of the draft that was named, or of the default one.
+
+    Raises:
+        ValueError: If the folder is not there.
+    """
     from ..embedded import default_draft_path
 
-    source = os.path.expanduser(name) if name is not None else str(default_draft_path())
+    return str(default_draft_path()) if name is None else existing_folder("draft", name)
+
+
+def existing_folder(role: str, name: str) -> str:
+    """A name that is a folder's by its looks, expanded; any other name as it is.
+
+    Raises:
+        ValueError: If the folder is not there.
+    """
+    folder = os.path.expanduser(name)
+    if name.startswith((".", "/", "~")) and not Path(folder).is_dir():
+        raise ValueError(f"The {role} folder {name} does not exist; name one that does, or a model of the Hub.")
+    return folder
+
+
+def load_draft_for(target: Any, source: str) -> Any:
+    """A draft that pairs with the target, in its dtype and on its device."""
+    from ..checkpoints.loading import load_draft
+
     with announced(f"draft {source}"):
-        draft = readable(source, lambda: load_draft(source, target=target))
-    return draft.eval(), name if name is not None else Path(source).name
+        return readable(source, lambda: load_draft(source, target=target)).eval()
 
 
 def readable(name: str, load: Callable[[], Any]) -> Any:

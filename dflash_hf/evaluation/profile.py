@@ -85,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
     check_plot(argparse.Namespace(rounds=1, plot=args.plot))
     method = parse_method(args.method, "--method")
     if not is_ours(method):
-        raise ValueError(f"--method is {args.method!r}, whose rounds are not this package's; choose one that is.")
+        ours = ", ".join(name for name, each in METHODS.items() if is_ours(each))
+        raise ValueError(f"--method is {args.method!r}, whose rounds are not this package's; choose one of {ours}.")
     pair = load_pair(args)
     prompt_ids = encode_chat(pair.tokenizer, [{"role": "user", "content": args.prompt}])
     check_length(pair.target, len(prompt_ids), args.max_new_tokens)

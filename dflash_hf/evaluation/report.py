@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -169,16 +170,25 @@ def outputs(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def check_plots() -> None:
+    """Refuse plots where Matplotlib is not installed.
+
+    Raises:
+        ValueError: Says how to go on.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("The plots need Matplotlib; run `pip install matplotlib`, or pass --no-plots.")
+
+
 def draw_plots(record: dict[str, Any], folder: Path) -> None:
     """Write the PNG plots.
 
     Raises:
         ValueError: If Matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("The plots need Matplotlib; run `pip install matplotlib`, or pass --no-plots.") from error
+    check_plots()
+    from matplotlib.figure import Figure
+
     for name, (caption, draw) in PLOTS.items():
         figure = Figure(figsize=(8, 4), layout="constrained")
         axes = figure.subplots()
@@ -259,4 +269,4 @@ PLOTS: dict[str, tuple[str, Callable[[Any, Sequence[dict[str, Any]]], None]]] = 
     "time.png": ("Where the time of decoding goes", _draw_time),
 }
 
-__all__ = ["PLOTS", "draw_plots", "markdown"]
+__all__ = ["PLOTS", "check_plots", "draw_plots", "markdown"]

@@ -20,7 +20,7 @@ a clean subprocess without this package loads it by remote code, offline; its re
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments, for the sub-command and for the script alike."""
     parser.add_argument("draft", metavar="DRAFT", help="a folder or a Hub name, in any format that load_draft opens")
-    parser.add_argument("--repo-id", metavar="ORG/NAME", help="where to publish; without it the draft is only staged")
+    parser.add_argument("--repo-id", metavar="ORG/NAME", help="where to publish; else --stage or --dry-run")
     facts = parser.add_argument_group("what the card says")
     facts.add_argument("--base-model", metavar="ORG/NAME", help="the target, where the draft does not name it")
     facts.add_argument("--license", metavar="ID", help="such as apache-2.0, where the draft does not state it")
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     staging.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one weight file (default: 5GB)")
     staging.add_argument(
         "--check-target",
-        metavar="DIR",
+        metavar="NAME",
         help="a target (folder or Hub name) to generate with, with the draft and alone",
     )
     upload = parser.add_argument_group("uploading")

@@ -38,7 +38,13 @@ def load_sequences(source: str | Path, split: str = "train") -> Dataset:
         reader = "parquet" if path.suffix == ".parquet" else "json"
         rows = load_dataset(reader, data_files=str(path), split="train")
     else:
-        rows = load_dataset(str(source), split=split)
+        try:
+            rows = load_dataset(str(source), split=split)
+        except Exception as error:  # a dozen types, from the file system, the network and the Hub
+            raise ValueError(
+                f"the training data {source} is no folder or file here, and cannot be loaded as a data set of the Hub "
+                f"({type(error).__name__}): make some with `dflash-hf data`, or name it with --train_data"
+            ) from error
     missing = [name for name in COLUMNS if name not in rows.column_names]
     if missing:
         raise ValueError(

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as error:
         first_line = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"this command needs more packages ({first_line}): run `pip install 'dflash-hf[train]'`"
+            f"this command needs the packages of an extra, `pip install 'dflash-hf[train]'` ({first_line})"
         ) from error
     from transformers.trainer_utils import get_last_checkpoint
 
@@ -64,7 +64,10 @@ def parse(arguments: list[str]) -> tuple[RunArguments, DFlashTrainingArguments]:
     parser = HfArgumentParser((RunArguments, DFlashTrainingArguments), prog="dflash-hf train")
     if arguments and arguments[0].endswith((".yaml", ".yml")):
         arguments = [*flags_of_yaml(Path(arguments[0])), *arguments[1:]]
-    return parser.parse_args_into_dataclasses(args=arguments)
+    run_args, training_args, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
+    if unknown:
+        raise ValueError(f"{unknown[0]} is no argument of this command: see `dflash-hf train --help`")
+    return run_args, training_args
 
 
 def flags_of_yaml(path: Path) -> list[str]:
@@ -106,7 +109,10 @@ def build_trainer(run_args: RunArguments, training_args: DFlashTrainingArguments
 
     name = run_args.target or str(embedded_target_path())
     revision = run_args.target_revision
-    text = AutoConfig.from_pretrained(name, revision=revision).get_text_config(decoder=True)
+    try:
+        text = AutoConfig.from_pretrained(name, revision=revision).get_text_config(decoder=True)
+    except OSError as error:
+        raise ValueError(f"--target is {name}, which cannot be loaded ({error}): name a folder or a model") from error
     rows = load_sequences(run_args.train_data)
     train, skipped = usable_sequences(rows, run_args.max_length, text.vocab_size)
     report_skipped(run_args.train_data, len(train), skipped)

@@ -10,7 +10,7 @@ Shapes: B batch, S context, A anchors, K block, H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,14 +34,18 @@ class DFlashTrainingArguments(TrainingArguments):
         ValueError: For a loss that is not there or a constant out of its range.
     """
 
-    loss: str = "ce"
-    gamma: float | None = None
-    dpace_alpha: float = 0.5
-    num_anchors: int = 512
-    loss_chunk_blocks: int = 64
-    real_eval_prompts: int = 4
-    real_eval_new_tokens: int = 64
-    eval_anchors_per_forward: int = 128
+    loss: str = field(default="ce", metadata={"help": f"one of {', '.join(losses.LOSSES)}; see docs/training.md"})
+    gamma: float | None = field(
+        default=None, metadata={"help": "decay of the weights along a block; default: the paper's for the block size"}
+    )
+    dpace_alpha: float = field(default=0.5, metadata={"help": "of dpace: 0 trusts the draft, 1 weights slots alike"})
+    num_anchors: int = field(default=512, metadata={"help": "blocks drawn from each sequence at every visit"})
+    loss_chunk_blocks: int = field(default=64, metadata={"help": "blocks whose logits are held at once"})
+    real_eval_prompts: int = field(default=4, metadata={"help": "prompts that evaluation lets generate answer"})
+    real_eval_new_tokens: int = field(default=64, metadata={"help": "new tokens of each of those answers"})
+    eval_anchors_per_forward: int = field(
+        default=128, metadata={"help": "blocks in one forward of the draft in evaluation"}
+    )
     learning_rate: float = 6e-4
     lr_scheduler_type: str = "cosine"
     warmup_steps: float = 0.04
