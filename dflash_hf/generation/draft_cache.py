@@ -33,9 +33,8 @@ class ColumnLayout:
         self.lengths: list[int] = []  # context tokens seen so far, per row
         self.block_start = 0
         self.block_positions: torch.Tensor | None = None  # (B, K)
-        self.columns: slice | torch.Tensor = slice(
-            0, 0
-        )  # of new context and block, or a tensor (B, N) of context only
+        # Where new context and block go; a tensor (B, N), where rows are ragged or wrap, is of the context alone.
+        self.columns: slice | torch.Tensor = slice(0, 0)
         self._flat: dict[tuple[Any, ...], torch.Tensor] = {}  # `flat_columns` of this round, shared by keys and values
         self.valid: torch.Tensor | None = None  # (B, T), None where every column in use is real
 

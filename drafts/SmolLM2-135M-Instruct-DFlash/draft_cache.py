@@ -8,10 +8,7 @@ behind the longest row and overwritten by the next round, so nothing is cropped,
     row 0   c c c c c c n n | b b b b        c  context kept from earlier rounds   n  context new in this round
     row 1   c c c n . . . . | b b b b        b  the block                          .  unused, masked
 
-One column behind all of these takes what is not to be kept, such as the padding of rows with little new context.
-
-Shapes: B batch, N new context tokens, K block, G key/value heads, D head size, R context columns, T columns in
-use, C columns there are.
+Shapes: B batch, N new context tokens, K block, G key/value heads, D head size, R context columns, T columns in use.
 """
 
 import sys
@@ -36,7 +33,8 @@ class ColumnLayout:
         self.lengths: list[int] = []  # context tokens seen so far, per row
         self.block_start = 0
         self.block_positions: torch.Tensor | None = None  # (B, K)
-        self.columns: slice | torch.Tensor = slice(0, 0)  # where context and block go; a tensor is (B, N + K)
+        # Where new context and block go; a tensor (B, N), where rows are ragged or wrap, is of the context alone.
+        self.columns: slice | torch.Tensor = slice(0, 0)
         self._flat: dict[tuple[Any, ...], torch.Tensor] = {}  # `flat_columns` of this round, shared by keys and values
         self.valid: torch.Tensor | None = None  # (B, T), None where every column in use is real
 
@@ -63,7 +61,7 @@ class ColumnLayout:
         if is_even and first + num_new <= self.context_columns:
             self.columns = slice(first, first + position_ids.shape[1])
         else:
-            self.columns = self._scattered_columns(before, new_lengths, position_ids)
+            self.columns = self._scattered_columns(before, new_lengths, position_ids.device)
         self._flat = {}
         self.valid = None
         if len(set(in_use)) > 1:
@@ -84,22 +82,19 @@ class ColumnLayout:
         return torch.cat([self.block_positions[:, :1] - 1 - age, self.block_positions], dim=1)
 
     def _scattered_columns(
-        self, before: Sequence[int], new_lengths: Sequence[int], position_ids: torch.Tensor
+        self, before: Sequence[int], new_lengths: Sequence[int], device: torch.device
     ) -> torch.Tensor:
-        """Columns of ragged or wrapping rows, (B, N + K)."""
-        device, num_new, block_size = position_ids.device, max(new_lengths), self.block_positions.shape[1]
-        step = torch.arange(num_new, device=device)
+        """Columns of ragged or wrapping rows, (B, N). What is not to be kept goes where the block will cover it."""
+        step = torch.arange(max(new_lengths), device=device)
         start, count = torch.tensor([before, new_lengths], device=device)[:, :, None]  # (B, 1) each
         is_kept = (step < count) & (step >= count - self.context_columns)
-        spare = self.context_columns + block_size
-        context = torch.where(is_kept, (start + step) % max(self.context_columns, 1), spare)
-        block = torch.arange(self.block_start, self.num_columns, device=device).expand(len(before), -1)
-        return torch.cat([context, block], dim=1)
+        return torch.where(is_kept, (start + step) % max(self.context_columns, 1), self.block_start)
 
     def write(self, buffer: torch.Tensor | None, states: torch.Tensor) -> torch.Tensor:
-        """Write new context and block, (B, G, N + K, D), into a buffer (B, G, C, D), made or grown as needed."""
-        batch_size, num_heads, _, head_dim = states.shape
-        size = self.context_columns + self.block_positions.shape[1] + 1
+        """Write new context and block, (B, G, N + K, D), into a buffer (B, G, R + K, D), made or grown as needed."""
+        batch_size, num_heads, width, head_dim = states.shape
+        block_size = self.block_positions.shape[1]
+        size = self.context_columns + block_size
         if buffer is None or buffer.shape[2] < size:
             larger = states.new_zeros(batch_size, num_heads, size, head_dim)
             if buffer is not None:
@@ -107,11 +102,12 @@ class ColumnLayout:
             buffer = larger
         if isinstance(self.columns, slice):
             buffer[:, :, self.columns] = states
-        else:
-            key = (buffer.shape[1:3], buffer.device)
-            if key not in self._flat:
-                self._flat[key] = flat_columns(buffer, self.columns.to(buffer.device))
-            put_columns(buffer, self._flat[key], states)
+            return buffer
+        key = (buffer.shape[1:3], buffer.device)
+        if key not in self._flat:
+            self._flat[key] = flat_columns(buffer, self.columns.to(buffer.device))
+        put_columns(buffer, self._flat[key], states[:, :, : width - block_size])
+        buffer[:, :, self.block_start : self.num_columns] = states[:, :, width - block_size :]
         return buffer
 
     def select_rows(self, rows: Sequence[int]) -> None:

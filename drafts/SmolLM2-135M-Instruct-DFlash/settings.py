@@ -86,7 +86,7 @@ class DraftSettings:
         if not _is_count(self.tree_budget) or self.tree_budget > LARGEST_TREE:
             raise ValueError(
                 f"`draft_tree_budget` must be a number of nodes from 0, for a chain, to {LARGEST_TREE}, got "
-                f"{self.tree_budget!r}; 16 to 64 suits most drafts."
+                f"{self.tree_budget!r}; 16 to 64 suits most drafts, and 'auto' chooses the number anew each round."
             )
         if self.schedule not in SCHEDULES:
             raise ValueError(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .verification import Verdict, best_tokens, sample
+from .verification import Verdict, best_tokens, is_on_host, sample
 
 
 @dataclass
@@ -119,17 +119,49 @@ def _ancestors(parents: torch.Tensor, num_depths: int) -> torch.Tensor:
 def walk(tree: Tree, scores: torch.Tensor, do_sample: bool) -> Verdict:
     """Follow the target's own choice from the root while it is a child of the node at hand.
 
-    The target chooses once at every node, from its scores (B, W, V) after the node's prefix: its argmax, or a sample
-    of its own distribution. Only its own choices are kept, so the result is its own at every temperature.
-    The verdict's `order` names the nodes of the kept path first.
+    The target chooses once at a node, from its scores (B, W, V) after the node's prefix: its argmax, or a sample of
+    its own distribution. Only its own choices are kept, so the result is its own at every temperature. The verdict's
+    `order` names the nodes of the kept path first.
     """
-    choice = sample(scores.float().softmax(dim=-1)) if do_sample else best_tokens(scores)  # (B, W)
+    if is_on_host(scores):
+        return _walk_on_host(tree, scores, do_sample)
+    choice = _choose(scores, do_sample)  # (B, W)
     matches = tree.tokens == choice.gather(1, tree.parents[:, 1:])
     matches = torch.cat([torch.ones_like(matches[:, :1]), matches], dim=1)  # (B, W)
     on_path = (matches[:, None, :] | ~tree.ancestors).all(dim=2)
     width = tree.depths.shape[1]
     order = torch.where(on_path, tree.depths, width).argsort(dim=1, stable=True)
     return Verdict(choice.gather(1, order), on_path.sum(dim=1) - 1, order)
+
+
+def _walk_on_host(tree: Tree, scores: torch.Tensor, do_sample: bool) -> Verdict:
+    """The same, choosing at the nodes of the path only: a CPU takes long to read the scores of all."""
+    children = [
+        {edge: node for node, edge in enumerate(zip(parents[1:], tokens, strict=True), start=1)}
+        for parents, tokens in zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
+    ]
+    paths: list[list[int]] = [[0] for _ in children]
+    chosen: list[list[int]] = [[] for _ in children]
+    walking = list(range(len(children)))
+    while walking:
+        nodes = [paths[row][-1] for row in walking]
+        choice = _choose(scores[walking, nodes][:, None], do_sample)[:, 0].tolist()
+        still_walking = []
+        for row, node, token in zip(walking, nodes, choice, strict=True):
+            chosen[row].append(token)
+            if (child := children[row].get((node, token))) is not None:
+                paths[row].append(child)
+                still_walking.append(row)
+        walking = still_walking
+    longest = max(map(len, paths))
+    order = tree.parents.new_tensor([path + [0] * (longest - len(path)) for path in paths])
+    tokens = tree.tokens.new_tensor([own + [-1] * (longest - len(own)) for own in chosen])
+    return Verdict(tokens, tree.parents.new_tensor([len(path) - 1 for path in paths]), order)
+
+
+def _choose(scores: torch.Tensor, do_sample: bool) -> torch.Tensor:
+    """The target's own token (B, W) at every position of scores (B, W, V)."""
+    return sample(scores.float().softmax(dim=-1)) if do_sample else best_tokens(scores)
 
 
 def node_contexts(tree: Tree, prefixes: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

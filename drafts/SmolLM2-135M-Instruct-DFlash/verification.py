@@ -22,7 +22,7 @@ class Verdict:
         tokens: (B, P + 1 or fewer): in row b the first `accepted[b]` are accepted candidates, the next is the target's
             own; those behind it mean nothing.
         accepted: (B,) number of accepted candidates.
-        order: (B, W) which verified positions the tokens stand on, where they are not the first ones in turn.
+        order: (B, W or fewer) which verified positions the tokens stand on, where they are not the first ones in turn.
     """
 
     tokens: torch.Tensor
