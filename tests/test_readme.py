@@ -53,7 +53,7 @@ def test_packages_of_the_readme_are_those_that_are_read() -> None:
     (line,) = (command for command in COMMANDS if command.startswith("pip install --no-deps "))
     elsewhere = "".join(
         (ROOT / name).read_text(encoding="utf-8")
-        for name in ("dflash_hf/embedded.py", "dflash_hf/evaluation/tasks.py")
+        for name in ("dflash_hf/embedded.py", "dflash_hf/evaluation/tasks.py", "dflash_hf/evaluation/methods.py")
     )
     assert all(package in elsewhere for package in line.split()[3:])
 
