@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from helpers import FAMILIES, TRAINED_DRAFT, tiny_draft, tiny_target
+from helpers import FAMILIES, SHARED_DRAFT, tiny_draft, tiny_target
 
 # `pytest --hypothesis-profile explore` draws new cases every time; the suite draws the same ones.
 settings.register_profile("suite", deadline=None, derandomize=True, print_blob=True)
@@ -74,9 +74,14 @@ def embedded_target() -> tuple[Any, Any]:
 
 @pytest.fixture(scope="session")
 def real_pair(embedded_target: tuple[Any, Any]) -> Pair:
-    """The embedded target with a trained draft that drafts chains, float32. Shared by all tests: do not change it."""
+    """The embedded target with a trained draft that drafts chains, float32. Shared by all tests: do not change it.
+
+    The draft is the test data's, which is smaller, or else the repository's own.
+    """
+    from dflash_hf.embedded import default_draft_path
     from dflash_hf.modeling_dflash import Qwen3DFlashForDraft
 
-    draft = Qwen3DFlashForDraft.from_pretrained(TRAINED_DRAFT, dtype=torch.float32).eval()
+    folder = SHARED_DRAFT if SHARED_DRAFT.is_dir() else default_draft_path()
+    draft = Qwen3DFlashForDraft.from_pretrained(folder, dtype=torch.float32).eval()
     draft.generation_config.draft_tree_budget = 0
     return Pair(*embedded_target, draft)

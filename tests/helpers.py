@@ -6,7 +6,7 @@ Shapes: B batch, S context, V vocabulary, N new tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,8 +23,6 @@ ROOT = Path(__file__).resolve().parent.parent
 # Test data beside the repository; continuous integration has it, a clone may not.
 SHARED = ROOT.parent / "shared"
 SHARED_DRAFT = SHARED / "data" / "smollm2-dflash-b8"
-# The draft of the tests with a real pair: the test data's, which is smaller and weaker, or else the repository's own.
-TRAINED_DRAFT = SHARED_DRAFT if SHARED_DRAFT.is_dir() else ROOT / "drafts" / "SmolLM2-135M-Instruct-DFlash"
 requires_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the test data in {SHARED}")
 
 VOCABULARY = 64
@@ -171,6 +169,9 @@ def as_on_accelerator() -> Iterator[None]:
         for module in (tree, verification):
             patches.enter_context(patch.object(module, "is_on_host", lambda tensor: False))
         yield
+
+
+on_every_device = pytest.mark.parametrize("device", [nullcontext, as_on_accelerator], ids=["cpu", "accelerator"])
 
 
 def greedy(target: Any, input_ids: torch.Tensor, max_new_tokens: int, **kwargs: Any) -> torch.Tensor:

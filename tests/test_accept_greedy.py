@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_hf.generation import verification
 from dflash_hf.generation.verification import accept_greedy
-from helpers import as_on_accelerator
+from helpers import on_every_device
 
 VOCABULARY = 7
 blocks = st.tuples(st.integers(1, 5), st.integers(0, 17)).flatmap(
@@ -23,10 +22,10 @@ blocks = st.tuples(st.integers(1, 5), st.integers(0, 17)).flatmap(
 )
 
 
-@pytest.mark.parametrize("on_host", [True, False])
+@on_every_device
 @settings(max_examples=150, deadline=None)
 @given(blocks)
-def test_candidates_stand_up_to_the_first_that_the_target_would_not_choose(on_host: bool, block: tuple) -> None:
+def test_candidates_stand_up_to_the_first_that_the_target_would_not_choose(device: Any, block: tuple) -> None:
     """Against a loop over scores that are drawn at random; 1 says that a candidate is the target's own choice."""
     is_choice, seed = block
     width = len(is_choice[0]) + 1
@@ -42,7 +41,7 @@ def test_candidates_stand_up_to_the_first_that_the_target_would_not_choose(on_ho
         while len(kept) < len(proposed) and proposed[len(kept)] == own[len(kept)]:
             kept.append(proposed[len(kept)])
         expected.append([*kept, own[len(kept)]])
-    with nullcontext() if on_host else as_on_accelerator():
+    with device():
         verdict = accept_greedy(torch.tensor(candidates, dtype=torch.long).view(len(candidates), width - 1), scores)
     assert verdict.to_host() == expected
     assert verdict.accepted.tolist() == [len(row) - 1 for row in expected]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,7 @@ from dflash_hf.generation import decoding, tree_support
 from dflash_hf.generation.row_layout import RightAligned
 from dflash_hf.generation.target_runner import TargetRunner
 from dflash_hf.generation.tree import Tree, build_tree, walk
-from helpers import FAMILIES, as_on_accelerator, greedy, left_padded, random_prompt, tiny_target
+from helpers import FAMILIES, greedy, left_padded, on_every_device, random_prompt, tiny_target
 from hybrid_targets import hybrid_target
 from oracle import oracle_draft
 from test_generate_sampling import SETTINGS, exact_distribution, p_value, sampled, tiny_pair
@@ -107,9 +106,6 @@ def test_expected_acceptance_is_never_below_the_chains() -> None:
         assert (tree >= last - 1e-5).all()
         last = tree
     assert (last > chain + 0.1).any()
-
-
-on_every_device = pytest.mark.parametrize("device", [nullcontext, as_on_accelerator], ids=["cpu", "accelerator"])
 
 
 @on_every_device

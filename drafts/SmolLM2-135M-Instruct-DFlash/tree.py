@@ -153,10 +153,7 @@ def _walk_on_host(tree: Tree, scores: torch.Tensor, do_sample: bool) -> Verdict:
                 paths[row].append(child)
                 still_walking.append(row)
         walking = still_walking
-    longest = max(map(len, paths))
-    order = tree.parents.new_tensor([path + [0] * (longest - len(path)) for path in paths])
-    tokens = tree.tokens.new_tensor([own + [-1] * (longest - len(own)) for own in chosen])
-    return Verdict(tokens, tree.parents.new_tensor([len(path) - 1 for path in paths]), order)
+    return Verdict.from_host(chosen, tree.tokens, paths)
 
 
 def _choose(scores: torch.Tensor, do_sample: bool) -> torch.Tensor:

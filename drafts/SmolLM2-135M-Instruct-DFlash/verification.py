@@ -29,6 +29,17 @@ class Verdict:
     accepted: torch.Tensor
     order: torch.Tensor | None = None
 
+    @classmethod
+    def from_host(cls, tokens: list[list[int]], like: torch.Tensor, order: list[list[int]] | None = None) -> "Verdict":
+        """The verdict of what was found on the host: each row's accepted candidates and the target's own token."""
+
+        def padded(rows: list[list[int]]) -> torch.Tensor:
+            longest = max(map(len, rows))
+            return like.new_tensor([row + [0] * (longest - len(row)) for row in rows])
+
+        accepted = like.new_tensor([len(row) - 1 for row in tokens])
+        return cls(padded(tokens), accepted, None if order is None else padded(order))
+
     def to_host(self) -> list[list[int]]:
         """The committed tokens of each row. The one point of a round where the host waits for the device."""
         packed = torch.cat([self.accepted[:, None], self.tokens], dim=1).tolist()
@@ -63,10 +74,8 @@ def _accept_greedy_on_host(candidates: torch.Tensor, scores: torch.Tensor) -> Ve
             chosen[row] += tokens
         start, width = start + width, 2 * width
         standing = [row for row in standing if proposed[row][:start] == chosen[row]]
-    accepted = [_num_equal(own, tokens) for own, tokens in zip(proposed, chosen, strict=True)]
-    longest = max(map(len, chosen))
-    padded = [tokens + [-1] * (longest - len(tokens)) for tokens in chosen]
-    return Verdict(candidates.new_tensor(padded), candidates.new_tensor(accepted))
+    kept = [tokens[: _num_equal(own, tokens) + 1] for own, tokens in zip(proposed, chosen, strict=True)]
+    return Verdict.from_host(kept, candidates)
 
 
 def _num_equal(candidates: Sequence[int], tokens: Sequence[int]) -> int:
